@@ -1,0 +1,62 @@
+"""Every error that asyncrl raises on purpose.
+
+    AsyncRLError
+     |- ConfigError (ValueError)     what a person typed; the command line turns it into exit code 2
+     |- BoundaryError                something outside this process failed; at a boundary it becomes a status
+     |   |- EngineError              an inference engine did not answer, or died
+     |   |- SandboxError             a sandbox could not be had or broke for reasons that are not the agent's
+     |   |- EnvironmentFault         an environment broke its contract or died
+     |   |- WeightSyncError          weights did not arrive, or not the ones that were sent
+     |   |- LearnerError             the learner process failed a step or died
+     |   `- CheckpointError          a checkpoint cannot be written, or is not whole
+     |- ShapeError (ValueError)      arrays whose shapes contradict each other
+     `- StalenessError               a token older than `max_off_policyness` reached training: always a bug
+
+A failed episode is data (a trajectory with a status); a failed programmer is an exception.
+"""
+
+from __future__ import annotations
+
+
+class AsyncRLError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """What a person typed cannot be used. The message names the setting, what was found and what is allowed."""
+
+
+class BoundaryError(AsyncRLError):
+    """A part outside this process failed."""
+
+
+class EngineError(BoundaryError):
+    """An inference engine did not answer, answered nonsense, or died."""
+
+
+class SandboxError(BoundaryError):
+    """A sandbox could not be had, or broke for reasons that are not the agent's."""
+
+
+class EnvironmentFault(BoundaryError):
+    """An environment broke its contract or died."""
+
+
+class WeightSyncError(BoundaryError):
+    """Weights did not arrive, or not the ones that were sent. The message names engine, phase and tensor."""
+
+
+class LearnerError(BoundaryError):
+    """The learner process failed a step or died."""
+
+
+class CheckpointError(BoundaryError):
+    """A checkpoint cannot be written, or is not whole. The message names the file."""
+
+
+class ShapeError(AsyncRLError, ValueError):
+    """Arrays whose shapes contradict each other."""
+
+
+class StalenessError(AsyncRLError):
+    """A token older than `max_off_policyness` reached training. Always a bug in the gate, never the user's doing."""

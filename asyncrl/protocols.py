@@ -1,0 +1,199 @@
+"""What the parts promise each other. Standard library only, so that every layer may import it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+from asyncrl.types import Completion, PolicyVersion, Task, TokenIds, Trajectory, WeightManifest
+
+# --- sampling -------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Who asks for tokens. One object may serve many concurrent episodes."""
+
+    async def sample(self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str) -> Completion:
+        """Return one completion of `token_ids`, sampled at the run's temperature with nothing cut off.
+
+        Raises: EngineError when no engine could answer.
+        """
+        ...
+
+
+# --- environments ---------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Asks tasks, drives the sampler, scores what came back."""
+
+    name: str
+
+    def get_item(self) -> Task:
+        """Return the next task to train on; may run a curriculum. Raises StopIteration when the tasks are used up."""
+        ...
+
+    def held_out(self) -> Sequence[Task]:
+        """Return the tasks that are never trained on."""
+        ...
+
+    async def collect_trajectories(
+        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+    ) -> Sequence[Trajectory]:
+        """Run and score `group_size` episodes of `task`, concurrently.
+
+        A failed episode is a trajectory with a failure status; its siblings go on.
+        """
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what `restore` needs to go on with the same tasks (JSON-like)."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release what the environment holds."""
+        ...
+
+
+# --- sandboxes ------------------------------------------------------------------------------------------------
+
+
+class Outcome(StrEnum):
+    """How a command in a sandbox ended, told from counters and not from return codes."""
+
+    OK = "ok"
+    """It ended by itself, whatever its exit code."""
+    WALL = "wall"
+    CPU = "cpu"
+    MEMORY = "memory"
+    PIDS = "pids"
+    DISK = "disk"
+    OUTPUT = "output"
+    INFRASTRUCTURE = "infrastructure"
+    """The sandbox itself failed: never the agent's doing, never a reward of 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """Hard limits of one sandbox."""
+
+    wall_s: float = 10.0
+    """Seconds that one command may take."""
+    cpu_s: float = 10.0
+    """CPU seconds that one process may burn."""
+    memory_bytes: int = 256 * 2**20
+    """Memory of all processes together, the tmpfs contents included."""
+    max_pids: int = 64
+    disk_bytes: int = 64 * 2**20
+    """Size of the writable tmpfs over the task's files."""
+    max_files: int = 4096
+    output_bytes: int = 1 * 2**20
+    """Bytes of stdout and stderr together after which the command is ended."""
+    kept_output_bytes: int = 64 * 2**10
+    """Bytes kept of each stream: the first and the last half of this, with the cut marked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """What one command did."""
+
+    outcome: Outcome
+    exit_code: int | None
+    """None where the command was ended by a limit or never started; -N where signal N ended it."""
+    stdout: bytes
+    stderr: bytes
+    """Head and tail with the cut marked, where `truncated`."""
+    truncated: bool = False
+    output_bytes: int = 0
+    """Bytes written to both streams together, kept or not."""
+    seconds: float = 0.0
+    peak_memory_bytes: int | None = None
+    peak_pids: int | None = None
+    detail: str = ""
+    """For `infrastructure`, what failed."""
+
+
+class Sandbox(Protocol):
+    """One place where an agent's code runs. Closed by `async with`."""
+
+    sandbox_id: str
+    wall: str
+    """Names what holds the agent in: "bubblewrap", ... or a weaker wall that was asked for by name."""
+
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", wall_s: float | None = None
+    ) -> ExecResult:
+        """Run one command to its end, its stray children included. Never raises for what the agent did."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file below the working directory."""
+        ...
+
+    async def read(self, path: str, *, max_bytes: int = 1 * 2**20) -> bytes:
+        """Read a regular file below the working directory. Raises FileNotFoundError, or SandboxError if unsafe."""
+        ...
+
+    async def list(self, path: str = ".") -> Sequence[str]:
+        """Return the names in a directory below the working directory."""
+        ...
+
+    async def aclose(self) -> None:
+        """End every process and remove every trace. May be called twice."""
+        ...
+
+    async def __aenter__(self) -> Sandbox: ...
+
+    async def __aexit__(self, *args: object) -> None: ...
+
+
+class SandboxBackend(Protocol):
+    """Opens sandboxes; owns what they share (the launcher process, the ledger)."""
+
+    wall: str
+
+    async def open(self, files: Mapping[str, bytes], *, limits: SandboxLimits) -> Sandbox:
+        """Return a new sandbox whose working directory holds `files` (path -> content).
+
+        Raises: SandboxError when none can be had.
+        """
+        ...
+
+
+# --- learner --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    version: PolicyVersion
+    """After the step."""
+    metrics: Mapping[str, float]
+    """Names as documented in `asyncrl.metrics`."""
+    stepped: bool = True
+    """False where the step was skipped (non-finite gradient norm, nothing to train on); the version still counts."""
+    histograms: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    """name -> {"edges": [k], "counts": [k + 1]}"""
+    top_ratios: Sequence[Mapping[str, Any]] = ()
+    """The step's largest token ratios, for attribution."""
+
+
+class WeightPublisher(Protocol):
+    """The learner's half of a transport: makes a version of the weights available."""
+
+    def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> WeightManifest:
+        """Make `tensors` (name -> torch.Tensor, in the engine's dtype) available and return the manifest."""
+        ...
+
+    def close(self) -> None:
+        """Remove what was published. May be called twice."""
+        ...

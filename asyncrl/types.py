@@ -1,0 +1,215 @@
+"""The records that travel between the parts. Standard library only; every record is frozen and owned by nobody.
+
+Per-token arrays are compact: token ids are int32, log-probs float32, masks one byte a token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    _IntArray = array[int]
+    _FloatArray = array[float]
+else:
+    _IntArray = array
+    _FloatArray = array
+
+PolicyVersion = int
+"""Optimizer steps applied; 0 is the starting weights."""
+
+
+class TokenIds(_IntArray):
+    """[n] int32 token ids. Treated as immutable; a slice is a plain `array`, wrap it again to keep the type."""
+
+    def __new__(cls, values: Iterable[int] = ()) -> TokenIds:
+        return super().__new__(cls, "i", values)
+
+
+class Logprobs(_FloatArray):
+    """[n] float32, nats, <= 0. Treated as immutable."""
+
+    def __new__(cls, values: Iterable[float] = ()) -> Logprobs:
+        return super().__new__(cls, "f", values)
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """The model sampled an end token."""
+    LENGTH = "length"
+    """The limit on tokens was reached: the completion is truncated."""
+
+
+class TrajectoryStatus(StrEnum):
+    """How an episode ended. Only the first four carry a reward; a failed one is masked, never a reward of 0."""
+
+    COMPLETED = "completed"
+    TRUNCATED_LENGTH = "truncated_length"
+    TRUNCATED_TURNS = "truncated_turns"
+    TIMED_OUT = "timed_out"
+    FAILED_ENVIRONMENT = "failed_environment"
+    FAILED_SANDBOX = "failed_sandbox"
+    FAILED_ENGINE = "failed_engine"
+
+    @property
+    def failed(self) -> bool:
+        """True where infrastructure, not the agent, ended the episode."""
+        return self.value.startswith("failed_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSpan:
+    """Consecutive tokens that were sampled under one version of the weights."""
+
+    start: int
+    end: int
+    """Half-open, over the tokens of the completion or segment that holds the span."""
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the model returned for one request.
+
+    Example:
+        >>> Completion(token_ids=TokenIds([5, 2]), behaviour_logprobs=Logprobs([-0.5, -0.1]),
+        ...            spans=(TokenSpan(start=0, end=2, version=3),), finish_reason=FinishReason.STOP).spans[0].version
+        3
+    """
+
+    token_ids: TokenIds
+    """[n] as sampled, the end token included where one was sampled."""
+    behaviour_logprobs: Logprobs
+    """[n] nats, <= 0; under the distribution each token was really sampled from (after temperature)."""
+    spans: tuple[TokenSpan, ...]
+    """Cover exactly the n tokens, in order."""
+    finish_reason: FinishReason
+    seconds: float = 0.0
+    """From sending the request to its last token."""
+    engine: str = ""
+    """Name of the engine that answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call and its reply."""
+
+    context_token_ids: TokenIds
+    """The tokens that this turn adds before the completion (the prompt, or what the environment answered)."""
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One contiguous token sequence that the model really saw, and may be trained on."""
+
+    token_ids: TokenIds
+    """[L]"""
+    loss_mask: bytes
+    """[L] 1 where the model sampled the token and it is trained on, else 0."""
+    behaviour_logprobs: Logprobs
+    """[L] nats; log-prob of token t itself. 0.0 where `loss_mask` is 0, and never read there."""
+    spans: tuple[TokenSpan, ...]
+    """Cover exactly the tokens whose `loss_mask` is 1."""
+    advantages: Logprobs | None = None
+    """[L] float32, per-token credit that overrides the trainer's, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One episode."""
+
+    trajectory_id: str
+    task_id: str
+    environment: str
+    segments: tuple[Segment, ...]
+    reward: float | None
+    """None where the status is a failure, else finite."""
+    status: TrajectoryStatus
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    num_turns: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+    """For a failure, what failed; empty otherwise."""
+    truncated: bool = False
+    """True where any completion ended at the limit on tokens."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment wants to keep; passed through unread. JSON-like values."""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the model sampled, over all segments."""
+        return sum(sum(segment.loss_mask) for segment in self.segments)
+
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """The oldest weights that any trained token was sampled under; None without sampled tokens."""
+        return min((span.version for s in self.segments for span in s.spans), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the environment asks. `data` is the environment's own and JSON-like."""
+
+    task_id: str
+    environment: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The unit of work: the trajectories of one task that share a baseline."""
+
+    group_id: int
+    """In order of admission through the gate."""
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    admitted_at: float = 0.0
+    """Seconds on the orchestrator's monotonic clock."""
+    admitted_version: PolicyVersion = 0
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """The oldest weights that any token of the group was sampled under."""
+        versions = [t.oldest_version for t in self.trajectories]
+        return min((v for v in versions if v is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies in a weight file, and what it must hash to."""
+
+    name: str
+    dtype: str
+    """As safetensors names it: "BF16", "F32", ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file's data."""
+    num_bytes: int
+    digest: str
+    """Hex digest of the tensor's bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """One version of the weights, ready to be pulled. Written last, then renamed into place."""
+
+    run_id: str
+    version: PolicyVersion
+    transport: str
+    location: str
+    """What the transport needs to find the bytes: a file path, or a rendezvous address."""
+    tensors: tuple[TensorEntry, ...]
+    digest: str
+    """Over the tensors' digests, in order."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a full pull moves."""
+        return sum(entry.num_bytes for entry in self.tensors)

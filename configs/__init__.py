@@ -1,0 +1,4 @@
+"""See asyncrl.configs."""
+
+if __name__ == "configs":
+    raise ImportError("import this package as asyncrl.configs")
