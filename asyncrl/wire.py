@@ -25,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of all messages; the class name is the tag on the wire."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """Learner to orchestrator, once, when it is ready to step."""
 
     version: PolicyVersion
@@ -33,50 +33,50 @@ class Hello(Message):
     vocab_size: int
 
 
-class StepRequest(Message):
+class StepRequest(Message, frozen=True, kw_only=True):
     """Take one optimizer step on these groups."""
 
     groups: list[Group]
     learning_rate_scale: float = 1.0
 
 
-class StepReply(Message):
+class StepReply(Message, frozen=True, kw_only=True):
     """What the step did."""
 
     result: StepResult
 
 
-class PublishRequest(Message):
+class PublishRequest(Message, frozen=True, kw_only=True):
     """Make the present weights available to the engines."""
 
 
-class PublishReply(Message):
+class PublishReply(Message, frozen=True, kw_only=True):
     """Where they are."""
 
     manifest: WeightManifest
 
 
-class SaveRequest(Message):
+class SaveRequest(Message, frozen=True, kw_only=True):
     """Write model, optimizer and random state below `directory`, which exists and is not yet a checkpoint."""
 
     directory: str
 
 
-class SaveReply(Message):
+class SaveReply(Message, frozen=True, kw_only=True):
     """The files are on disk (fsynced). name -> bytes."""
 
     files: Mapping[str, int]
 
 
-class ShutdownRequest(Message):
+class ShutdownRequest(Message, frozen=True, kw_only=True):
     """End after replying; removes what was published."""
 
 
-class ShutdownReply(Message):
+class ShutdownReply(Message, frozen=True, kw_only=True):
     """The last message of a learner."""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True, kw_only=True):
     """The request could not be carried out; the learner ends after sending it."""
 
     kind: str

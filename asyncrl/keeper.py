@@ -1,0 +1,105 @@
+"""A small parent between the orchestrator and one child, so that nothing outlives the run. Standard library only.
+
+    python -I -S keeper.py --pipe FD --grace SECONDS [--pass-fd FD]... [--remove GLOB]... -- COMMAND...
+
+It holds the read end of a pipe whose only write end is the orchestrator's. When the pipe closes, because the
+orchestrator asked or because it was killed, the command gets SIGTERM, then after the grace SIGKILL, and so does every
+process that came from it, sessions of their own or not: the keeper is their subreaper. Files that match `--remove` are
+removed last. If the keeper itself is killed, the kernel kills the command (parent-death signal; it follows the thread
+that spawned, here the only one).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Keep one command; return its exit code, or 128 + N where signal N ended it."""
+    options, command = _parse(arguments)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    stop_read, stop_write = os.pipe()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to handle
+    signal.signal(signal.SIGTERM, lambda *_: os.write(stop_write, b"x"))
+
+    def die_with_keeper() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    pipe = int(options["--pipe"][0])
+    os.set_inheritable(pipe, False)
+    passed = [int(fd) for fd in options["--pass-fd"]]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_keeper, pass_fds=passed)
+    for fd in passed:
+        os.close(fd)
+    child_fd = os.pidfd_open(child.pid)
+    ready, _, _ = select.select([pipe, stop_read, child_fd], [], [])
+    if child_fd not in ready:
+        child.terminate()
+        select.select([child_fd], [], [], float(options["--grace"][0]))
+    code = _end(child)
+    for pattern in options["--remove"]:
+        for name in glob.glob(pattern):
+            Path(name).unlink(missing_ok=True)
+    return code if code >= 0 else 128 - code
+
+
+def _parse(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    split = list(arguments).index("--")
+    options: dict[str, list[str]] = {"--pipe": [], "--grace": [], "--remove": [], "--pass-fd": []}
+    for name, value in zip(arguments[:split:2], arguments[1:split:2], strict=True):
+        options[name].append(value)
+    return options, list(arguments[split + 1 :])
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Kill the child and all that came from it, reap them, and return the child's own code."""
+    child.kill()
+    code = child.wait()
+    while True:
+        for pid in _descendants(os.getpid()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # it ended between the listing and the signal
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code
+
+
+def _descendants(root: int) -> list[int]:
+    """Return the pids below `root`, parents before children."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                parent = int(file.read().rsplit(b")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended between the listing and the reading
+        children[parent].append(int(entry))
+    found, queue = [], [root]
+    while queue:
+        below = children[queue.pop(0)]
+        found += below
+        queue += below
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
