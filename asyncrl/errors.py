@@ -38,7 +38,7 @@ class SandboxError(BoundaryError):
     """A sandbox could not be had, or broke for reasons that are not the agent's."""
 
 
-class EnvironmentFault(BoundaryError):
+class EnvironmentFault(BoundaryError):  # noqa: N818  (the field says fault; EnvironmentError is a builtin)
     """An environment broke its contract or died."""
 
 

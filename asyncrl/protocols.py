@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from asyncrl.types import Completion, PolicyVersion, Task, TokenIds, Trajectory, WeightManifest
+from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds, Trajectory, WeightManifest
 
 # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -128,9 +128,7 @@ class Sandbox(Protocol):
     wall: str
     """Names what holds the agent in: "bubblewrap", ... or a weaker wall that was asked for by name."""
 
-    async def exec(
-        self, argv: Sequence[str], *, stdin: bytes = b"", wall_s: float | None = None
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], *, stdin: bytes = b"", wall_s: float | None = None) -> ExecResult:
         """Run one command to its end, its stray children included. Never raises for what the agent did."""
         ...
 
@@ -185,6 +183,48 @@ class StepResult:
     """name -> {"edges": [k], "counts": [k + 1]}"""
     top_ratios: Sequence[Mapping[str, Any]] = ()
     """The step's largest token ratios, for attribution."""
+
+
+class Learner(Protocol):
+    """The orchestrator's side of the process that steps the optimizer. One request at a time."""
+
+    async def step(self, groups: Sequence[Group]) -> StepResult:
+        """Take one optimizer step. Raises: LearnerError."""
+        ...
+
+    async def publish(self) -> WeightManifest:
+        """Make the present weights available to the engines. Raises: LearnerError."""
+        ...
+
+    async def save(self, directory: str) -> Mapping[str, int]:
+        """Write model, optimizer and random state below `directory`; return file name -> bytes."""
+        ...
+
+
+# --- weight sync ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one engine's pull of one version did."""
+
+    engine: str
+    version: PolicyVersion
+    verified: bool
+    """The digest that the engine computed of what it now holds equals the manifest's."""
+    num_bytes: int
+    seconds: Mapping[str, float]
+    """By phase: pause, start, update, finish, resume, ..."""
+    stall_seconds: float
+    """In which the engine produced no token."""
+
+
+class WeightPuller(Protocol):
+    """The engines' side of weight sync."""
+
+    async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
+        """Bring every engine to the manifest's version, all at once. Raises: WeightSyncError."""
+        ...
 
 
 class WeightPublisher(Protocol):

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     _IntArray = array[int]
@@ -26,14 +26,14 @@ class TokenIds(_IntArray):
     """[n] int32 token ids. Treated as immutable; a slice is a plain `array`, wrap it again to keep the type."""
 
     def __new__(cls, values: Iterable[int] = ()) -> TokenIds:
-        return super().__new__(cls, "i", values)
+        return cast("TokenIds", super().__new__(cls, "i", values))
 
 
 class Logprobs(_FloatArray):
     """[n] float32, nats, <= 0. Treated as immutable."""
 
     def __new__(cls, values: Iterable[float] = ()) -> Logprobs:
-        return super().__new__(cls, "f", values)
+        return cast("Logprobs", super().__new__(cls, "f", values))
 
 
 class FinishReason(StrEnum):
