@@ -51,6 +51,7 @@ class WindowedFifo:
         self._window = window
         self._outstanding: dict[int, Group | None] = {}  # admitted and not taken, in order; None while it runs
         self._changed = trio.Event()
+        self._ended = False
         self._num_taken = 0
         self._num_dropped: dict[str, int] = {}
 
@@ -71,23 +72,31 @@ class WindowedFifo:
         self._num_dropped[reason] = self._num_dropped.get(reason, 0) + 1
         self._wake()
 
+    def end_admission(self) -> None:
+        """Note that no group will be admitted any more: `take` then returns what is left."""
+        self._ended = True
+        self._wake()
+
     async def take(self, count: int) -> Sequence[Group]:
         """Wait until `count` groups have come within the window, one after the other, and return them.
 
-        Cancelled in the middle it takes none.
+        After `end_admission` it may return fewer, and none when all are taken. Cancelled in the middle it takes none.
         """
         taken: list[Group] = []
         try:
             while len(taken) < count:
-                taken.append(await self._take_one())
+                group = await self._take_one()
+                if group is None:
+                    break
+                taken.append(group)
         except BaseException:
             self._outstanding = dict(sorted({**self._outstanding, **{g.group_id: g for g in taken}}.items()))
             self._num_taken -= len(taken)
             raise
         return taken
 
-    async def _take_one(self) -> Group:
-        while True:
+    async def _take_one(self) -> Group | None:
+        while self._outstanding or not self._ended:
             oldest = next(iter(self._outstanding), 0)
             for group_id, group in self._outstanding.items():
                 if group_id >= oldest + self._window:
@@ -97,6 +106,7 @@ class WindowedFifo:
                     self._num_taken += 1
                     return group
             await self._changed.wait()
+        return None
 
     def _wake(self) -> None:
         self._changed.set()

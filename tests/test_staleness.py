@@ -133,6 +133,19 @@ def test_a_cancelled_take_takes_nothing() -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+def test_after_the_last_admission_what_is_left_is_taken_and_then_nothing() -> None:
+    async def main() -> None:
+        buffer = WindowedFifo(window=1)
+        buffer.admit(0)
+        buffer.put(Group(group_id=0, task=_TASK, trajectories=()))
+        buffer.end_admission()
+        with trio.fail_after(1):
+            assert len(await buffer.take(2)) == 1
+            assert await buffer.take(2) == []
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
