@@ -157,6 +157,8 @@ class SandboxBackend(Protocol):
     """Opens sandboxes; owns what they share (the launcher process, the ledger)."""
 
     wall: str
+    python: tuple[str, ...]
+    """The argument list that runs Python inside a sandbox; its own arguments follow."""
 
     async def open(self, files: Mapping[str, bytes], *, limits: SandboxLimits) -> Sandbox:
         """Return a new sandbox whose working directory holds `files` (path -> content).
