@@ -1,0 +1,123 @@
+"""Checkpoints: one directory each, written beside its place and renamed into it, so that there is no half of one.
+
+checkpoints/step-12/model/         the weights in Hugging Face form; transformers and vLLM load it as it is
+                    learner/       optimizer, scheduler and random state
+                    orchestrator.json   task position, open tasks, counters
+                    manifest.json  every file with its size, written last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import CheckpointError
+from asyncrl.types import PolicyVersion
+
+_PREFIX = "step-"
+_MANIFEST = "manifest.json"
+_STATE = "orchestrator.json"
+FORMAT = 1
+"""Of the directory; a reader refuses what it does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    directory: Path
+    version: PolicyVersion
+    state: Mapping[str, Any]
+    """What the orchestrator needs to go on."""
+
+    @property
+    def model_directory(self) -> Path:
+        """The weights in Hugging Face form."""
+        return self.directory / "model"
+
+
+class CheckpointStore:
+    """The checkpoints of one run, the newest `keep` of them."""
+
+    def __init__(self, directory: Path, *, keep: int) -> None:
+        self._directory = directory
+        self._keep = keep
+
+    def begin(self, version: PolicyVersion) -> Path:
+        """Return an empty directory to write into; `commit` makes it a checkpoint."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for left_over in self._directory.glob(".*.tmp"):
+            shutil.rmtree(left_over)
+        partial = self._directory / f".{_PREFIX}{version}.tmp"
+        partial.mkdir()
+        return partial
+
+    def commit(self, partial: Path, version: PolicyVersion, state: Mapping[str, Any]) -> Checkpoint:
+        """Write the orchestrator's state and the manifest, rename into place, remove the oldest beyond `keep`."""
+        _write_json(partial / _STATE, state)
+        files = {
+            str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
+        }
+        _write_json(partial / _MANIFEST, {"format": FORMAT, "version": version, "files": files})
+        final = self._directory / f"{_PREFIX}{version}"
+        if final.exists():  # left by a run that was resumed from an older checkpoint
+            shutil.rmtree(final)
+        partial.rename(final)
+        _fsync_directory(self._directory)
+        for old in self._versions()[: -self._keep]:
+            shutil.rmtree(self._directory / f"{_PREFIX}{old}")
+        return Checkpoint(directory=final, version=version, state=state)
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint, or None. Raises CheckpointError naming what is missing from it."""
+        versions = self._versions()
+        return load_checkpoint(self._directory / f"{_PREFIX}{versions[-1]}") if versions else None
+
+    def _versions(self) -> Sequence[PolicyVersion]:
+        names = (path.name for path in self._directory.glob(f"{_PREFIX}*"))
+        return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+
+
+def load_checkpoint(directory: Path) -> Checkpoint:
+    """Return the checkpoint in `directory` after checking that every file is there with its size."""
+    manifest = _read_json(directory / _MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{directory / _MANIFEST} has format {manifest.get('format')!r}; this version of asyncrl reads {FORMAT}"
+        )
+    for name, num_bytes in manifest["files"].items():
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != num_bytes:
+            what = "is missing" if found is None else f"has {found} bytes, not {num_bytes}"
+            raise CheckpointError(f"checkpoint {directory}: {name} {what}")
+    return Checkpoint(directory=directory, version=manifest["version"], state=_read_json(directory / _STATE))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {path.parent}: {path.name} is missing") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"checkpoint {path.parent}: {path.name} is broken: {error}") from None
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

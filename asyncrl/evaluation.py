@@ -1,0 +1,70 @@
+"""Solve rate on tasks, by the same episodes that training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import trio
+
+from asyncrl.errors import EnvironmentFault
+from asyncrl.protocols import Environment, Sampler
+from asyncrl.status import EvaluationResult
+from asyncrl.types import PolicyVersion, Task, Trajectory
+
+_SOLVED = 1.0 - 1e-6  # environments without a `solved` part count as solved at full reward
+
+
+async def evaluate(
+    environment: Environment,
+    sampler: Sampler,
+    tasks: Sequence[Task],
+    *,
+    samples: int,
+    version: PolicyVersion,
+    concurrent_tasks: int,
+    on_task: Callable[[int], None] = lambda done: None,
+) -> EvaluationResult:
+    """Return the solve rate over `samples` episodes of each task; `on_task` hears how many tasks are done.
+
+    Raises: EnvironmentFault when no episode at all carries a reward.
+    """
+    limit = trio.CapacityLimiter(concurrent_tasks)
+    results: dict[str, Sequence[Trajectory]] = {}
+    started = trio.current_time()
+
+    async def one(task: Task) -> None:
+        async with limit:
+            group_id = f"evaluation-{version}-{task.task_id}"
+            results[task.task_id] = await environment.collect_trajectories(
+                task, sampler, group_id=group_id, group_size=samples
+            )
+        on_task(len(results))
+
+    async with trio.open_nursery() as nursery:
+        for task in tasks:
+            nursery.start_soon(one, task)
+    scored = [t for task in tasks for t in results[task.task_id] if t.reward is not None]
+    failed = sum(len(trajectories) for trajectories in results.values()) - len(scored)
+    if not scored:
+        details = {t.detail for trajectories in results.values() for t in trajectories}
+        raise EnvironmentFault(f"no episode of the evaluation carries a reward: {'; '.join(sorted(details)[:3])}")
+    return EvaluationResult(
+        version=version,
+        solve_rate=fmean(is_solved(t) for t in scored),
+        mean_reward=fmean(t.reward or 0.0 for t in scored),
+        num_tasks=len(tasks),
+        num_samples=len(scored),
+        num_failed=failed,
+        by_task={
+            task.task_id: fmean(is_solved(t) for t in done)
+            for task in tasks
+            if (done := [t for t in results[task.task_id] if t.reward is not None])
+        },
+        seconds=trio.current_time() - started,
+    )
+
+
+def is_solved(trajectory: Trajectory) -> bool:
+    """Tell whether an episode solved its task: its `solved` part, or else full reward."""
+    return trajectory.reward_parts.get("solved", trajectory.reward or 0.0) >= _SOLVED

@@ -1,0 +1,331 @@
+"""The training loop: generation never stops for learning, and the bound on staleness holds.
+
+    tasks -> gate -> rollout of a group -> buffer -> learner step v -> v+1 -> engines pull v+1 -> slots are freed
+
+One nursery holds the rollouts and the admission; the learner's side runs beside it. This file knows no process, file
+or clock: everything it drives is a `Parts`, real (`asyncrl.processes`) or simulated (`asyncrl.testing`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+import trio
+
+from asyncrl.buffers import BufferSettings, Gate, WindowedFifo
+from asyncrl.checkpoint import Checkpoint, CheckpointStore
+from asyncrl.errors import EnvironmentFault, StalenessError, WeightSyncError
+from asyncrl.evaluation import evaluate, is_solved
+from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
+from asyncrl.status import EvaluationResult, RunStatus
+from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds
+
+_MAX_FAILED_GROUPS = 3  # this many groups in a row without one usable episode: the environment is broken, stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop drives."""
+
+    environment: Environment
+    sampler: Sampler
+    learner: Learner
+    engines: WeightPuller
+
+
+class Recorder(Protocol):
+    """Who writes down what happens; never blocks."""
+
+    def group(self, group: Group) -> None:
+        """Note a finished group."""
+        ...
+
+    def step(self, record: Mapping[str, float], result: StepResult) -> None:
+        """Note an optimizer step, after its weights are in the engines."""
+        ...
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """Note a measurement of the held-out tasks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When the run ends, saves and measures."""
+
+    steps: int
+    max_seconds: float = float("inf")
+    checkpoint_every_steps: int = 0
+    evaluation_samples: int = 0
+    evaluate_before: bool = True
+    evaluate_every_steps: int = 0
+
+
+class Run:
+    """One run of the loop. `stop` set: no new work, finish the step under way, save, return."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        buffer: BufferSettings,
+        limits: Limits,
+        *,
+        recorder: Recorder,
+        checkpoints: CheckpointStore,
+        status: RunStatus,
+        stop: trio.Event,
+        resume_from: Checkpoint | None = None,
+    ) -> None:
+        state: Mapping[str, Any] = resume_from.state if resume_from else {}
+        self._parts = parts
+        self._settings = buffer
+        self._limits = limits
+        self._recorder = recorder
+        self._checkpoints = checkpoints
+        self._stop = stop
+        self.status = status
+        self._sampler = _CountingSampler(parts.sampler, status)
+        self.gate = Gate(buffer.num_slots, first_group_id=state.get("next_group_id", 0))
+        self.buffer = WindowedFifo(window=buffer.effective_window)
+        self._open_tasks: dict[int, Task] = {}
+        self._redraw: deque[Task] = deque(Task(**task) for task in state.get("open_tasks", ()))
+        self._failed_in_a_row = 0
+        self._saved_version: PolicyVersion | None = resume_from.version if resume_from else None
+        self._started: float | None = None
+        if resume_from:
+            status.restore(state["counters"])
+            parts.environment.restore(state["environment"])
+
+    async def train(self) -> None:
+        """Measure, train until a limit, the end of the tasks or `stop`, save, measure again."""
+        if self._limits.evaluate_before and not self.status.evaluations:
+            await self._evaluate()
+        self._started = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._admit, nursery)
+            while not self._is_over():
+                groups = await self._next_groups()
+                if not groups:
+                    break
+                await self._step(groups)
+            nursery.cancel_scope.cancel()
+        if self._saved_version != self.status.version:
+            await self._save()
+        if not self._stop.is_set():
+            await self._evaluate()
+        self._phase("finished")
+
+    @property
+    def num_unfinished(self) -> int:
+        """Groups that were drawn and neither trained on nor dropped; a resumed run draws their tasks again."""
+        return len(self._open_tasks) + len(self._redraw)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a resume included; evaluations at both ends are not."""
+        return self.status.seconds_before + (trio.current_time() - self._started if self._started is not None else 0.0)
+
+    def _is_over(self) -> bool:
+        return (
+            self._stop.is_set() or self.status.steps >= self._limits.steps or self.seconds >= self._limits.max_seconds
+        )
+
+    # --- rollouts ---------------------------------------------------------------------------------------------
+
+    async def _admit(self, nursery: trio.Nursery) -> None:
+        """Start a group whenever the gate has a slot. The nursery is the run's own: rollouts end with it."""
+        while not self._stop.is_set():
+            group_id = await self.gate.admit()
+            try:
+                task = self._redraw.popleft() if self._redraw else self._parts.environment.get_item()
+            except StopIteration:
+                self.gate.release([group_id])
+                break
+            self.buffer.admit(group_id)
+            self._open_tasks[group_id] = task
+            nursery.start_soon(self._rollout, group_id, task)
+        self.buffer.end_admission()
+
+    async def _rollout(self, group_id: int, task: Task) -> None:
+        admitted_at, version = trio.current_time(), self.status.version
+        trajectories = await self._parts.environment.collect_trajectories(
+            task, self._sampler, group_id=str(group_id), group_size=self._settings.group_size
+        )
+        group = Group(
+            group_id=group_id,
+            task=task,
+            trajectories=tuple(trajectories),
+            admitted_at=admitted_at,
+            admitted_version=version,
+        )
+        self.status.count_group(group)
+        self._recorder.group(group)
+        if all(trajectory.reward is None for trajectory in trajectories):
+            self._drop(group)
+        else:
+            self._failed_in_a_row = 0
+            self.buffer.put(group)
+
+    def _drop(self, group: Group) -> None:
+        """Count a group without one usable episode, free its slot, and end the run when that goes on."""
+        self.status.groups_dropped["all_failed"] += 1
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= _MAX_FAILED_GROUPS:
+            details = sorted({f"{t.status}: {t.detail}" for t in group.trajectories})
+            raise EnvironmentFault(
+                f"{self._failed_in_a_row} groups in a row had no usable episode; the last, of task "
+                f"{group.task.task_id}: {'; '.join(details[:3])}"
+            )
+        self.buffer.drop(group.group_id, "all_failed")
+        del self._open_tasks[group.group_id]
+        self.gate.release([group.group_id])
+
+    # --- the learner's side -----------------------------------------------------------------------------------
+
+    async def _next_groups(self) -> Sequence[Group]:
+        """Return the next step's groups, or none when the run is to end first."""
+        self._phase("waiting for groups")
+        groups: Sequence[Group] = ()
+        time_left = self._limits.max_seconds - self.seconds
+        with trio.move_on_after(time_left) as patience:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_cancel_when, self._stop, patience)
+                groups = await self.buffer.take(self._settings.groups_per_step)
+                nursery.cancel_scope.cancel()
+        return groups
+
+    async def _step(self, groups: Sequence[Group]) -> None:
+        """Train on `groups`, bring the new weights into the engines, then free the groups' slots."""
+        times = {"waited": trio.current_time()}
+        staleness = self._check_staleness(groups)
+        self._phase("stepping")
+        result = await self._parts.learner.step(groups)
+        times["stepped"] = trio.current_time()
+        self.status.count_step(groups, result, staleness)
+        self._phase("syncing")
+        manifest = await self._parts.learner.publish()
+        reports = await self._parts.engines.pull_all(manifest)
+        times["synced"] = trio.current_time()
+        self._check_sync(reports)
+        self.gate.release([group.group_id for group in groups])
+        for group in groups:
+            del self._open_tasks[group.group_id]
+        self._record(groups, result, reports, staleness, times)
+        steps, limits = self.status.steps, self._limits
+        if limits.checkpoint_every_steps and steps % limits.checkpoint_every_steps == 0:
+            await self._save()
+        if limits.evaluate_every_steps and steps % limits.evaluate_every_steps == 0 and steps < limits.steps:
+            await self._evaluate()
+
+    def _check_staleness(self, groups: Sequence[Group]) -> int:
+        """Return the largest staleness among the groups. Raises StalenessError: passing the bound is a bug."""
+        bound, version = self._settings.max_off_policyness, self.status.version
+        oldest = {g.group_id: v for g in groups if (v := g.oldest_version) is not None}
+        for group_id, sampled in oldest.items():
+            if not 0 <= version - sampled <= bound:
+                raise StalenessError(
+                    f"group {group_id} holds a token of version {sampled}, the learner is at {version} and "
+                    f"max_off_policyness is {bound}"
+                )
+        return max((version - sampled for sampled in oldest.values()), default=0)
+
+    def _check_sync(self, reports: Sequence[SyncReport]) -> None:
+        self.status.count_sync(reports)
+        for report in reports:
+            if report.version != self.status.version or not report.verified:
+                raise WeightSyncError(
+                    f"engine {report.engine} holds version {report.version} (verified: {report.verified}) after the "
+                    f"sync of version {self.status.version}"
+                )
+
+    def _record(
+        self,
+        groups: Sequence[Group],
+        result: StepResult,
+        reports: Sequence[SyncReport],
+        staleness: int,
+        times: Mapping[str, float],
+    ) -> None:
+        scored = [t for group in groups for t in group.trajectories if t.reward is not None]
+        record = {
+            **result.metrics,
+            "step": self.status.steps,
+            "version": self.status.version,
+            "seconds": self.seconds,
+            "reward_mean": fmean(t.reward or 0.0 for t in scored),
+            "solve_rate": fmean(is_solved(t) for t in scored),
+            "turns_mean": fmean(t.num_turns for t in scored),
+            "truncated_share": fmean(t.truncated for t in scored),
+            "staleness_max": staleness,
+            "tokens_generated": self.status.tokens_generated,
+            "step_seconds": times["stepped"] - times["waited"],
+            "sync_seconds": times["synced"] - times["stepped"],
+            "sync_stall_seconds": max((report.stall_seconds for report in reports), default=0.0),
+            "sync_bytes": sum(report.num_bytes for report in reports),
+        }
+        self.status.last_step = record
+        self._recorder.step(record, result)
+
+    async def _save(self) -> None:
+        self._phase("saving")
+        version = self.status.version
+        partial = self._checkpoints.begin(version)
+        await self._parts.learner.save(str(partial))
+        self._checkpoints.commit(partial, version, self._state())
+        self._saved_version = version
+
+    def _state(self) -> dict[str, Any]:
+        """Return what resuming needs: tasks that were drawn and not trained on are drawn again first."""
+        counters = self.status.counters() | {"seconds_before": self.seconds}
+        return {
+            "counters": counters,
+            "environment": self._parts.environment.state(),
+            "next_group_id": self.gate.next_group_id,
+            "open_tasks": [asdict(task) for task in [*self._open_tasks.values(), *self._redraw]],
+        }
+
+    async def _evaluate(self) -> None:
+        if not self._limits.evaluation_samples:
+            return
+        tasks = self._parts.environment.held_out()
+        self._phase("evaluating", f"held-out tasks, 0 of {len(tasks)} done")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when, self._stop, nursery.cancel_scope)
+            result = await evaluate(
+                self._parts.environment,
+                self._sampler,
+                tasks,
+                samples=self._limits.evaluation_samples,
+                version=self.status.version,
+                concurrent_tasks=self._settings.num_slots,
+                on_task=lambda done: self._phase("evaluating", f"held-out tasks, {done} of {len(tasks)} done"),
+            )
+            self.status.evaluations.append(result)
+            self._recorder.evaluation(result)
+            nursery.cancel_scope.cancel()
+
+    def _phase(self, phase: str, waiting_for: str = "") -> None:
+        self.status.phase, self.status.waiting_for = phase, waiting_for
+
+
+async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
+class _CountingSampler:
+    """The sampler, counting what it generates."""
+
+    def __init__(self, sampler: Sampler, status: RunStatus) -> None:
+        self._sampler = sampler
+        self._count: Callable[[Completion], None] = status.count_completion
+
+    async def sample(self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str) -> Completion:
+        """See `protocols.Sampler`."""
+        completion = await self._sampler.sample(token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id)
+        self._count(completion)
+        return completion

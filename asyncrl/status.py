@@ -1,0 +1,115 @@
+"""What a run has done and what it is doing, in one object that the loop owns and everybody else may read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from asyncrl.protocols import StepResult, SyncReport
+from asyncrl.types import Completion, Group, PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Held-out tasks, measured at one version."""
+
+    version: PolicyVersion
+    solve_rate: float
+    """From 0 to 1: share of the episodes that were solved, failed ones left out."""
+    mean_reward: float
+    num_tasks: int
+    num_samples: int
+    """Episodes that carry a reward."""
+    num_failed: int
+    """Episodes that infrastructure ended; not in the rates."""
+    by_task: Mapping[str, float]
+    """task id -> share of its episodes that were solved."""
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RunStatus:
+    """Counters and the present phase. Times are seconds on the orchestrator's clock."""
+
+    version: PolicyVersion = 0
+    steps: int = 0
+    """Optimizer steps of the whole run, those before a resume included."""
+    phase: str = "starting"
+    """What the learner's side does: starting, evaluating, waiting for groups, stepping, syncing, saving, finished."""
+    waiting_for: str = ""
+    """Who is waited for, in words; empty when nobody waits."""
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    groups_trained: int = 0
+    max_staleness_trained: int = 0
+    max_importance_ratio: float = 0.0
+    weight_syncs: int = 0
+    weight_syncs_verified: int = 0
+    generation_stall_seconds: float = 0.0
+    steps_skipped: int = 0
+    trajectories: Counter[str] = field(default_factory=Counter)
+    """status -> episodes of training that ended so."""
+    groups_dropped: Counter[str] = field(default_factory=Counter)
+    """reason -> groups that were generated and not trained on."""
+    evaluations: list[EvaluationResult] = field(default_factory=list)
+    last_step: Mapping[str, float] = field(default_factory=dict)
+    seconds_before: float = 0.0
+    """Of training, in the processes that this run resumed."""
+
+    def count_completion(self, completion: Completion) -> None:
+        """Count what an engine generated, trained on later or not."""
+        self.tokens_generated += len(completion.token_ids)
+
+    def count_group(self, group: Group) -> None:
+        """Count how the group's episodes ended."""
+        self.trajectories.update(trajectory.status.value for trajectory in group.trajectories)
+
+    def count_step(self, groups: Sequence[Group], result: StepResult, staleness: int) -> None:
+        """Count one optimizer step."""
+        self.version = result.version
+        self.steps += 1
+        self.steps_skipped += not result.stepped
+        self.groups_trained += len(groups)
+        self.tokens_trained += int(result.metrics.get("tokens_trained", 0))
+        self.max_staleness_trained = max(self.max_staleness_trained, staleness)
+        ratio = result.metrics.get("importance_ratio_max", 0.0)
+        self.max_importance_ratio = max(self.max_importance_ratio, ratio)
+
+    def count_sync(self, reports: Sequence[SyncReport]) -> None:
+        """Count one version's way into the engines; it is verified when every engine's digest agreed."""
+        self.weight_syncs += 1
+        self.weight_syncs_verified += all(report.verified for report in reports)
+        self.generation_stall_seconds += max((report.stall_seconds for report in reports), default=0.0)
+
+    def counters(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps (JSON-like)."""
+        return {name: dict(value) if isinstance(value := getattr(self, name), Counter) else value for name in _KEPT} | {
+            "evaluations": [asdict(result) for result in self.evaluations]
+        }
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Go on counting from what `counters` returned."""
+        for name in _KEPT:
+            value = counters[name]
+            setattr(self, name, Counter(value) if isinstance(getattr(self, name), Counter) else value)
+        self.evaluations = [EvaluationResult(**result) for result in counters["evaluations"]]
+
+
+_KEPT = (
+    "version",
+    "steps",
+    "tokens_generated",
+    "tokens_trained",
+    "groups_trained",
+    "max_staleness_trained",
+    "max_importance_ratio",
+    "weight_syncs",
+    "weight_syncs_verified",
+    "generation_stall_seconds",
+    "steps_skipped",
+    "trajectories",
+    "groups_dropped",
+    "seconds_before",
+)

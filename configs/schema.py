@@ -1,0 +1,138 @@
+"""The whole configuration: each part's own settings, composed, and what they must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from asyncrl.buffers import BufferSettings
+from asyncrl.configs.loader import apply_overrides, build, read_toml, to_table
+from asyncrl.engines import EngineSettings, SamplingSettings
+from asyncrl.environments import EnvironmentSettings
+from asyncrl.errors import ConfigError
+from asyncrl.learner.settings import LearnerSettings
+from asyncrl.sandbox import SandboxSettings
+from asyncrl.weight_sync import WeightSyncSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How long a run lasts and where it leaves what it made."""
+
+    name: str = "run"
+    directory: Path = Path("")
+    """Where the run writes; empty takes the next free runs/NAME-N."""
+    seed: int = 0
+    """Of task order, sampling and the learner; concurrent rollouts are not reproducible token by token."""
+    steps: int = 100
+    """Optimizer steps after which the run ends."""
+    max_minutes: float = 0.0
+    """Training time after which no new step starts; 0 is no limit."""
+    checkpoint_every_steps: int = 25
+    """0 writes one at the end only."""
+    keep_checkpoints: int = 2
+    """The newest that stay on disk."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, by the setting's name."""
+        for name, least in (("steps", 1), ("max_minutes", 0), ("checkpoint_every_steps", 0), ("keep_checkpoints", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)} ([run])")
+        if not self.name or "/" in self.name:
+            raise ConfigError(f"name must be a plain word that can name a directory, got {self.name!r} ([run])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The model that is trained."""
+
+    path: Path
+    """A directory in Hugging Face form: config.json, safetensors weights, tokenizer.json and a chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSettings:
+    """How the held-out tasks are measured."""
+
+    samples: int = 4
+    """Episodes of each held-out task, at the run's temperature; 0 evaluates nothing."""
+    before: bool = True
+    """Measure the starting weights."""
+    every_steps: int = 0
+    """Measure while training, after every so many steps; 0 only at the end."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, by the setting's name."""
+        for name in ("samples", "every_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)} ([evaluation])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSettings:
+    """Where Prometheus finds the run."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Of GET /metrics; 0 takes a free port and prints it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, by the setting's name."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port} ([metrics])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that a run is told."""
+
+    model: ModelSettings
+    environment: EnvironmentSettings
+    run: RunSettings = field(default_factory=RunSettings)
+    buffer: BufferSettings = field(default_factory=BufferSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse settings of different parts that contradict each other."""
+        if self.buffer.group_size == 1 and self.learner.baseline != "none":
+            raise ConfigError(
+                f"group_size must be >= 2 with baseline = {self.learner.baseline!r}: a group of one has no baseline "
+                f'and would never be trained on; raise group_size ([buffer]) or set baseline = "none" ([learner])'
+            )
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration in a TOML file, with `section.key=value` overrides. Raises ConfigError."""
+    tables = apply_overrides(read_toml(path), overrides)
+    return build(Config, tables)
+
+
+def dump_config(config: Config) -> str:
+    """Return the resolved configuration as TOML; `load_config` of it gives the same configuration."""
+    return tomli_w.dumps(to_table(config))
+
+
+def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
+    """Return "section.key" -> (ours, theirs) where two configurations differ."""
+    left, right = _flat(to_table(ours)), _flat(to_table(theirs))
+    return {key: (left.get(key), right.get(key)) for key in sorted({*left, *right}) if left.get(key) != right.get(key)}
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            result |= _flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result

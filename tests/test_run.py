@@ -1,0 +1,229 @@
+"""The real loop, gate and buffer under a mock clock, with simulated engine, learner and environment."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from asyncrl.buffers import BufferSettings
+from asyncrl.checkpoint import CheckpointStore
+from asyncrl.errors import CheckpointError, EnvironmentFault, LearnerError, StalenessError, WeightSyncError
+from asyncrl.protocols import SyncReport
+from asyncrl.run import Limits, Parts, Run
+from asyncrl.status import RunStatus
+from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates
+from asyncrl.types import WeightManifest
+
+
+class Simulation:
+    """One run over fakes; attributes are open for faults to be injected."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seed: int = 0,
+        buffer: BufferSettings | None = None,
+        limits: Limits | None = None,
+        rates: Rates | None = None,
+        num_tasks: int | None = None,
+        resume: bool = False,
+    ) -> None:
+        rates = rates or Rates()
+        self.checkpoints = CheckpointStore(directory, keep=2)
+        checkpoint = self.checkpoints.newest() if resume else None
+        version = checkpoint.version if checkpoint else 0
+        self.engine = FakeEngine(rates, random.Random(seed), version=version)
+        self.learner = FakeLearner(rates, version=version)
+        self.environment = FakeEnvironment(rates, random.Random(seed + 1), num_tasks=num_tasks)
+        self.recorder = MemoryRecorder()
+        self.stop = trio.Event()
+        self.run = Run(
+            Parts(environment=self.environment, sampler=self.engine, learner=self.learner, engines=self.engine),
+            buffer or BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=4),
+            limits or Limits(steps=12),
+            recorder=self.recorder,
+            checkpoints=self.checkpoints,
+            status=RunStatus(),
+            stop=self.stop,
+            resume_from=checkpoint,
+        )
+
+    @property
+    def status(self) -> RunStatus:
+        return self.run.status
+
+
+def simulate(simulation: Simulation, beside: Callable[[], Awaitable[None]] | None = None) -> Simulation:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            if beside:
+                nursery.start_soon(beside)
+            await simulation.run.train()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return simulation
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for inner in error.exceptions for cause in _causes(inner)]
+    return [error]
+
+
+def _fails(simulation: Simulation, kind: type[Exception], beside: Any = None) -> str:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        simulate(simulation, beside)
+    causes = [cause for cause in _causes(caught.value) if isinstance(cause, kind)]
+    assert causes, caught.value
+    return str(causes[0])
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_the_bound_holds_through_the_whole_loop_and_is_reached(tmp_path: Path, bound: int) -> None:
+    buffer = BufferSettings(max_off_policyness=bound, groups_per_step=4, group_size=2)
+    simulation = simulate(Simulation(tmp_path, buffer=buffer, limits=Limits(steps=20)))
+    assert simulation.status.max_staleness_trained == bound
+    assert simulation.status.steps == simulation.status.version == 20
+
+
+def test_tokens_of_one_completion_carry_several_versions_when_weights_change_under_it(tmp_path: Path) -> None:
+    rates = Rates(token_s=0.2, step_s=2.0)
+    simulation = simulate(Simulation(tmp_path, rates=rates, buffer=BufferSettings(max_off_policyness=3)))
+    versions = {len(s.spans) for g in simulation.learner.trained for t in g.trajectories for s in t.segments}
+    assert max(versions) >= 2
+
+
+def test_rollouts_go_on_while_the_learner_steps(tmp_path: Path) -> None:
+    rates = Rates(step_s=20.0, mean_tokens=50)
+    buffer = BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=2, window=1)
+    simulation = simulate(Simulation(tmp_path, rates=rates, buffer=buffer, limits=Limits(steps=10)))
+    seconds = simulation.status.last_step["seconds"]
+    assert seconds < 10 * 20.5 + 10, "only the first step waits for its groups"
+
+
+def test_every_drawn_task_is_trained_once_or_still_open(tmp_path: Path) -> None:
+    simulation = simulate(Simulation(tmp_path))
+    trained = [group.task.task_id for group in simulation.learner.trained]
+    assert len(set(trained)) == len(trained) == 12 * 4
+    drawn = simulation.environment.state()["next"]
+    assert drawn == len(trained) + simulation.run.num_unfinished
+
+
+def test_a_task_source_that_ends_ends_the_run_after_its_last_group(tmp_path: Path) -> None:
+    limits = Limits(steps=100, evaluation_samples=2)
+    simulation = simulate(Simulation(tmp_path, num_tasks=10, limits=limits))
+    assert Counter(g.task.task_id for g in simulation.learner.trained) == Counter(f"task-{i}" for i in range(10))
+    assert simulation.status.steps == 3
+    assert [e.version for e in simulation.recorder.evaluations] == [0, 3]
+    assert simulation.recorder.evaluations[0].num_samples == 6
+
+
+def test_resume_trains_every_task_exactly_once(tmp_path: Path) -> None:
+    first = simulate(Simulation(tmp_path, num_tasks=40, limits=Limits(steps=4, checkpoint_every_steps=3)))
+    second = simulate(Simulation(tmp_path, num_tasks=40, limits=Limits(steps=100), resume=True))
+    trained = Counter(g.task.task_id for g in [*first.learner.trained, *second.learner.trained])
+    assert trained == Counter(f"task-{i}" for i in range(40))
+    assert second.status.steps == second.status.version == 10
+    assert second.status.max_staleness_trained <= 1
+    ids = [g.group_id for g in second.learner.trained]
+    assert min(ids) > max(g.group_id for g in first.learner.trained)
+
+
+def test_stop_finishes_the_step_under_way_and_saves(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, limits=Limits(steps=1000, evaluation_samples=2, evaluate_before=False))
+
+    async def stop_later() -> None:
+        await trio.sleep(33.0)
+        simulation.stop.set()
+
+    simulate(simulation, stop_later)
+    checkpoint = simulation.checkpoints.newest()
+    assert checkpoint is not None
+    assert checkpoint.version == simulation.status.version == simulation.learner.version > 0
+    assert simulation.recorder.evaluations == []
+
+
+def test_stop_in_an_evaluation_ends_it(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, limits=Limits(steps=1000, evaluation_samples=2))
+
+    async def stop_soon() -> None:
+        await trio.sleep(0.1)
+        simulation.stop.set()
+
+    simulate(simulation, stop_soon)
+    assert simulation.status.steps == 0
+    assert simulation.recorder.evaluations == []
+
+
+def test_no_step_starts_after_the_time_limit(tmp_path: Path) -> None:
+    simulation = simulate(Simulation(tmp_path, limits=Limits(steps=1000, max_seconds=60.0)))
+    assert 0 < simulation.status.steps < 12
+    assert simulation.status.last_step["seconds"] < 60 + 6
+
+
+def test_a_broken_environment_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path)
+    simulation.environment.failing = lambda task_id: True
+    message = _fails(simulation, EnvironmentFault)
+    assert "3 groups in a row" in message
+    assert "no sandbox" in message
+
+
+def test_a_group_without_a_usable_episode_frees_its_slot_and_is_counted(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, limits=Limits(steps=8))
+    simulation.environment.failing = {"task-1", "task-2", "task-9"}.__contains__
+    simulate(simulation)
+    assert simulation.status.groups_dropped["all_failed"] == 3
+    assert simulation.status.steps == 8
+    assert simulation.status.trajectories["failed_sandbox"] == 3 * 4
+    trained = {group.task.task_id for group in simulation.learner.trained}
+    assert not trained & {"task-1", "task-2", "task-9"}
+
+
+def test_a_dead_learner_ends_the_run(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path)
+    simulation.learner.dead = True
+    assert "signal 9" in _fails(simulation, LearnerError)
+
+
+def test_a_token_older_than_the_bound_raises(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path)
+    pull_all = simulation.engine.pull_all
+
+    async def pull_nothing(manifest: WeightManifest) -> list[SyncReport]:
+        reports = await pull_all(manifest)
+        simulation.engine.version = 0  # the engine says that it has the weights, and has not
+        return list(reports)
+
+    simulation.engine.pull_all = pull_nothing  # type: ignore[method-assign]
+    assert "max_off_policyness is 1" in _fails(simulation, StalenessError)
+
+
+def test_an_unverified_sync_ends_the_run(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path)
+
+    async def pull_wrong(manifest: WeightManifest) -> list[SyncReport]:
+        report = SyncReport(engine="e", version=1, verified=False, num_bytes=4, seconds={}, stall_seconds=0.0)
+        return [report]
+
+    simulation.engine.pull_all = pull_wrong  # type: ignore[method-assign]
+    assert "verified: False" in _fails(simulation, WeightSyncError)
+
+
+def test_old_checkpoints_are_removed_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    simulation = simulate(Simulation(tmp_path, limits=Limits(steps=9, checkpoint_every_steps=2)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-8", "step-9"]
+    checkpoint = simulation.checkpoints.newest()
+    assert checkpoint is not None
+    (checkpoint.model_directory / "version").unlink()
+    with pytest.raises(CheckpointError, match="model/version is missing"):
+        simulation.checkpoints.newest()
