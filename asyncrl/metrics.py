@@ -1,0 +1,117 @@
+"""The run as Prometheus sees it: one table, read from `RunStatus` at the moment of the scrape.
+
+Nothing is kept twice: counters live in the status object, and a scrape turns them into samples. The registry is the
+caller's; importing this module registers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from asyncrl.run import Run
+from asyncrl.status import RunStatus
+
+_COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
+    ("asyncrl_steps", "Optimizer steps taken, skipped ones included.", lambda s: s.steps),
+    (
+        "asyncrl_steps_skipped",
+        "Steps whose gradient norm was not finite or that had no token.",
+        lambda s: s.steps_skipped,
+    ),
+    ("asyncrl_tokens_generated", "Tokens that the engines sampled, trained on or not.", lambda s: s.tokens_generated),
+    ("asyncrl_tokens_trained", "Sampled tokens that were trained on.", lambda s: s.tokens_trained),
+    ("asyncrl_groups_trained", "Groups that were trained on.", lambda s: s.groups_trained),
+    ("asyncrl_weight_syncs", "Versions that reached the engines.", lambda s: s.weight_syncs),
+    (
+        "asyncrl_weight_syncs_verified",
+        "Versions whose digest every engine confirmed.",
+        lambda s: s.weight_syncs_verified,
+    ),
+    (
+        "asyncrl_generation_stall_seconds",
+        "Time in which weight syncs kept the engines from producing tokens.",
+        lambda s: s.generation_stall_seconds,
+    ),
+)
+
+_GAUGES: tuple[tuple[str, str, str], ...] = (
+    ("reward_mean", "asyncrl_reward", "Mean reward of the step's episodes."),
+    ("solve_rate", "asyncrl_solve_ratio", "Share of the step's episodes that solved their task."),
+    ("staleness_max", "asyncrl_staleness_steps_max", "Largest staleness in the step, in optimizer steps."),
+    ("staleness_mean", "asyncrl_staleness_steps_mean", "Mean staleness over the step's tokens."),
+    ("importance_ratio_max", "asyncrl_importance_ratio_max", "Largest token ratio of the step, before any clip."),
+    ("importance_ratio_p99", "asyncrl_importance_ratio_p99", "99th percentile of the token ratios."),
+    ("importance_ratio_mean", "asyncrl_importance_ratio_mean", "Mean token ratio; 1 where nothing has drifted."),
+    (
+        "ess_token",
+        "asyncrl_effective_sample_size_ratio",
+        "Effective sample size of the token ratios over their number.",
+    ),
+    ("kl_k3", "asyncrl_kl_behaviour_policy_nats", "k3 estimate of KL(behaviour || policy)."),
+    ("clip_fraction_low", "asyncrl_clip_low_ratio", "Share of tokens whose gradient the lower bound zeroes."),
+    ("clip_fraction_high", "asyncrl_clip_high_ratio", "Share of tokens whose gradient the upper bound zeroes."),
+    ("entropy", "asyncrl_entropy_nats", "Mean entropy of the policy at the trained tokens."),
+    ("loss", "asyncrl_loss", "The step's loss."),
+    ("grad_norm", "asyncrl_gradient_norm", "Global gradient norm before clipping."),
+    ("learning_rate", "asyncrl_learning_rate", "Of the step."),
+    ("tokens_per_second", "asyncrl_learner_tokens_per_second", "Tokens that the learner forwards and backwards."),
+    ("step_seconds", "asyncrl_step_seconds", "Of the last optimizer step."),
+    ("sync_seconds", "asyncrl_sync_seconds", "Of the last weight sync, publishing included."),
+    ("truncated_share", "asyncrl_truncated_ratio", "Share of episodes with a completion cut at the token limit."),
+    ("turns_mean", "asyncrl_turns", "Mean turns of an episode."),
+)
+
+PHASES = ("starting", "evaluating", "waiting for groups", "stepping", "syncing", "saving", "finished")
+"""What the learner's side may be doing; `asyncrl_phase` is 1 for the present one."""
+
+
+class RunCollector(Collector):
+    """Turns one run into Prometheus samples."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family of the table."""
+        status = self._run.status
+        yield GaugeMetricFamily(
+            "asyncrl_policy_version", "Optimizer steps applied to the weights.", value=status.version
+        )
+        for name, help_text, read in _COUNTERS:
+            yield CounterMetricFamily(name, help_text, value=read(status))
+        for key, name, help_text in _GAUGES:
+            if key in status.last_step:
+                yield GaugeMetricFamily(name, help_text, value=status.last_step[key])
+        yield _labelled(
+            CounterMetricFamily, "asyncrl_trajectories", "Episodes by how they ended.", "status", status.trajectories
+        )
+        yield _labelled(
+            CounterMetricFamily,
+            "asyncrl_groups_dropped",
+            "Groups not trained on, by reason.",
+            "reason",
+            status.groups_dropped,
+        )
+        gate, buffer = self._run.gate.statistics(), self._run.buffer.statistics()
+        yield GaugeMetricFamily("asyncrl_gate_slots", "Slots of the gate.", value=gate.num_slots)
+        yield GaugeMetricFamily("asyncrl_gate_slots_held", "Slots held by groups.", value=gate.held)
+        yield GaugeMetricFamily("asyncrl_buffer_groups_ready", "Finished groups that wait.", value=buffer.num_ready)
+        yield GaugeMetricFamily("asyncrl_buffer_groups_running", "Groups under way.", value=buffer.num_running)
+        oldest = max(gate.holders.values(), default=0.0)
+        yield GaugeMetricFamily("asyncrl_gate_oldest_slot_seconds", "Age of the oldest held slot.", value=oldest)
+        phases = {phase: float(phase == status.phase) for phase in PHASES}
+        yield _labelled(GaugeMetricFamily, "asyncrl_phase", "What the learner's side does.", "phase", phases)
+        if status.evaluations:
+            rate = status.evaluations[-1].solve_rate
+            yield GaugeMetricFamily("asyncrl_evaluation_solve_ratio", "Held-out solve rate, last measured.", value=rate)
+
+
+def _labelled(family: Any, name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    metric = family(name, help_text, labels=[label])
+    for value, count in sorted(values.items()):
+        metric.add_metric([value], count)
+    return metric  # type: ignore[no-any-return]

@@ -1,0 +1,39 @@
+"""HTTP in the trio program, by hypercorn (prometheus-client's own server was rejected: it starts a thread)."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import hypercorn.config
+import hypercorn.trio
+import trio
+
+from asyncrl.errors import ConfigError
+
+
+def listen(host: str, port: int, *, setting: str) -> socket.socket:
+    """Return a bound socket. Raises ConfigError naming the setting when the port is taken or not ours to take."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{setting} {port} on {host} cannot be used: {error.strerror}; take another, or 0 for a free one"
+        ) from None
+    return listener
+
+
+async def serve(
+    app: Any, listener: socket.socket, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve an ASGI app on a bound socket until cancelled; takes the socket over."""
+    config = hypercorn.config.Config()
+    listener.listen()  # from here on a client's connection waits in the backlog instead of being refused
+    config.bind = [f"fd://{listener.detach()}"]  # hypercorn closes it
+    config.errorlog = None
+    config.graceful_timeout = 1.0
+    task_status.started()
+    await hypercorn.trio.serve(app, config, mode="asgi")
