@@ -102,6 +102,8 @@ class Turn:
     context_token_ids: TokenIds
     """The tokens that this turn adds before the completion (the prompt, or what the environment answered)."""
     completion: Completion
+    starts_segment: bool = False
+    """True where what went before was rewritten: `context_token_ids` is then the whole prompt again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
