@@ -1,4 +1,22 @@
-"""See asyncrl.sandbox."""
+"""Where an agent's code runs, and who judges it.
+
+`open_backend` yields what opens sandboxes; `run_calls` and `run_program` score a candidate in one of its own.
+"""
 
 if __name__ == "sandbox":
     raise ImportError("import this package as asyncrl.sandbox")
+
+from asyncrl.sandbox.backends import SANDBOXES, open_backend, probe
+from asyncrl.sandbox.judge import Call, CallResult, run_calls, run_program
+from asyncrl.sandbox.settings import SandboxSettings
+
+__all__ = [
+    "SANDBOXES",
+    "Call",
+    "CallResult",
+    "SandboxSettings",
+    "open_backend",
+    "probe",
+    "run_calls",
+    "run_program",
+]

@@ -1,0 +1,50 @@
+"""The table of backends, and how one is opened by its name."""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import MappingProxyType
+
+from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.protocols import SandboxBackend
+from asyncrl.sandbox.bubblewrap import open_bubblewrap
+from asyncrl.sandbox.settings import SandboxSettings
+
+SANDBOXES: MappingProxyType[str, Callable[..., AbstractAsyncContextManager[SandboxBackend]]] = MappingProxyType(
+    {"bubblewrap": open_bubblewrap}
+)
+"""Name -> `opener(settings, *, directory)`, an async context manager that yields the backend."""
+
+
+def open_backend(settings: SandboxSettings, *, directory: Path | str) -> AbstractAsyncContextManager[SandboxBackend]:
+    """Return the context manager of the backend that `settings` names; what it needs to remember lies in `directory`.
+
+    Leaving it removes every sandbox; a killed owner's are removed at once by its launcher, and at the next opening.
+    Raises: ConfigError for an unknown name or a missing program; on entering, SandboxError where none can be made.
+    """
+    try:
+        opener = SANDBOXES[settings.backend]
+    except KeyError:
+        near = difflib.get_close_matches(settings.backend, SANDBOXES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"backend must be one of {', '.join(SANDBOXES)}, got {settings.backend!r} ([sandbox]){hint}"
+        ) from None
+    return opener(settings, directory=Path(directory))
+
+
+async def probe(settings: SandboxSettings) -> str:
+    """Open and close the backend, and return the name of its wall.
+
+    Raises: ConfigError saying what is missing and what to install or set.
+    """
+    with tempfile.TemporaryDirectory(prefix="asyncrl-probe-") as directory:
+        try:
+            async with open_backend(settings, directory=directory) as backend:
+                return backend.wall
+        except SandboxError as error:
+            raise ConfigError(f"{error} ([sandbox])") from None

@@ -1,0 +1,96 @@
+"""System calls that Python 3.11 has no name for. Standard library only: the launcher loads this without any package.
+
+Source: unshare(2), mount(2), umount(2), openat2(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+_SYS_OPENAT2 = 437  # the same number on every architecture
+_RESOLVE_NO_XDEV = 0x01
+_RESOLVE_NO_MAGICLINKS = 0x02
+_RESOLVE_NO_SYMLINKS = 0x04
+_RESOLVE_BENEATH = 0x08
+_RESOLVE_ALL = _RESOLVE_NO_XDEV | _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH
+_OPENAT2_TRIES = 64  # BENEATH answers EAGAIN when something is renamed meanwhile; an agent may do that in a loop
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _raise(path: str | None = None) -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number), path)
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces. Raises OSError."""
+    if _libc().unshare(ctypes.c_int(flags)) != 0:
+        _raise()
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """Mount `source` on `target`. Raises OSError naming the target."""
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    if _libc().mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]) != 0:
+        _raise(target)
+
+
+def unmount(target: str) -> None:
+    """Detach the mount at `target`, even while something still uses it. Raises OSError."""
+    if _libc().umount2(os.fsencode(target), ctypes.c_int(MNT_DETACH)) != 0:
+        _raise(target)
+
+
+def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
+    """Return a file descriptor for `path`, which cannot lead out of `directory` by any link or mount, not even in a race.
+
+    Source: openat2(2); checks by islink() or realpath() before open() lose the race.
+    Raises: OSError; ELOOP for a symbolic link on the way, EXDEV for a way out.
+    """
+    how = _OpenHow(flags=flags | os.O_CLOEXEC, mode=mode, resolve=_RESOLVE_ALL)
+    libc = _libc()
+    libc.syscall.restype = ctypes.c_long
+    for _ in range(_OPENAT2_TRIES):
+        descriptor = libc.syscall(
+            ctypes.c_long(_SYS_OPENAT2),
+            ctypes.c_int(directory),
+            os.fsencode(path),
+            ctypes.byref(how),
+            ctypes.c_size_t(ctypes.sizeof(how)),
+        )
+        if descriptor >= 0:
+            return int(descriptor)
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+            break
+    _raise(path)
+    raise AssertionError("unreachable")
+
+
+def start_time(pid: int) -> int | None:
+    """Return when process `pid` started, in clock ticks since boot; None when there is none (or a zombie)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

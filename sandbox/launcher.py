@@ -1,0 +1,633 @@
+"""The process that starts the sandboxes and outlives nothing. Standard library only, one thread.
+
+It exists because `bwrap --die-with-parent` follows the *thread* that started it: one started from a worker thread of
+trio dies when that thread has been idle for ten seconds. Its socket's end means that the owner is gone, however: then it
+kills every sandbox, removes their groups and leases, and ends; its mounts are in a namespace of its own and end with it.
+
+It is started by `start` in bubblewrap.py with an empty environment, and reads requests as `messages` frames them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.sandbox import cgroups, kernel, leases, messages, profile, safe_files
+
+_READ_BYTES = 65536
+_REMOVE_TRIES = 200  # a group stays busy for some ms after its last process; at 10 ms each, two seconds
+_KILL_GRACE_S = 10.0  # a process that is not gone by then hangs in the kernel; the sandbox is given up
+_FREE_PAGES = 4  # a write that filled the disk leaves a few pages that no further write would fit in
+_UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
+_NUM_UIDS = 60_000
+
+
+class RequestError(Exception):
+    """A request that cannot be carried out; `kind` tells the other side which error to raise."""
+
+    def __init__(self, kind: str, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.number = number
+
+
+@dataclass(slots=True)
+class Stream:
+    """What is kept of one output stream: its beginning and its end."""
+
+    keep: int
+    total: int = 0
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        half = self.keep // 2
+        room = half - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        if len(self.tail) > 2 * self.keep:
+            del self.tail[: len(self.tail) - (self.keep - half)]
+
+    def result(self) -> tuple[bytes, bool]:
+        """Return the text with its cut marked, and whether there is one."""
+        if len(self.head) + len(self.tail) <= self.keep and self.total <= self.keep:
+            return bytes(self.head + self.tail), False
+        tail = self.tail[len(self.tail) - (self.keep - self.keep // 2) :]
+        cut = self.total - len(self.head) - len(tail)
+        return bytes(self.head) + b"\n[... %d bytes cut ...]\n" % cut + bytes(tail), True
+
+
+@dataclass(slots=True)
+class Box:
+    """One open sandbox."""
+
+    name: str
+    path: str
+    uid: int | None
+    limits: dict[str, Any]
+    group: cgroups.Group | None
+    directory: int
+    """Open file descriptor of its working directory."""
+    command: Command | None = None
+
+
+@dataclass(slots=True)
+class Command:
+    """One running command."""
+
+    request: int
+    box: Box
+    pid: int
+    pidfd: int
+    started: float
+    deadline: float
+    before: cgroups.Counters
+    streams: dict[int, Stream]
+    """By descriptor; removed at its end."""
+    outputs: tuple[Stream, Stream]
+    status: int
+    stdin: int | None = None
+    pending: bytes = b""
+    status_text: bytes = b""
+    ended_by: str | None = None
+    """The limit that made the launcher end it: "wall", "output" or "closed"."""
+    exit_status: int | None = None
+    cpu_s: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stream.total for stream in self.outputs)
+
+
+class Launcher:
+    """All sandboxes of one owner."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._channel.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ, self._on_channel)
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._running = True
+        self._boxes: dict[str, Box] = {}
+        self._commands: list[Command] = []
+        self._waiting: list[tuple[int, dict[str, Any], bytes]] = []
+        self._dying: list[tuple[cgroups.Group, str, int]] = []
+        self._num_opened = 0
+        self._stage: profile.Stage | None = None
+        self._hierarchy: cgroups.Hierarchy | None = None
+        self._ledger: leases.Ledger | None = None
+        self._seccomp = b""
+        self._max_starting = 1
+        self._starting: set[int] = set()
+        self._drop_uid = os.geteuid() == 0
+
+    def serve(self) -> None:
+        """Answer requests until the owner is gone, then remove everything."""
+        try:
+            while self._running:
+                for key, _ in self._selector.select(self._next_deadline()):
+                    watched = self._selector.get_map().get(key.fd)
+                    if watched is not None and watched.data is key.data:  # not forgotten by one before it
+                        key.data()
+                self._end_late_commands()
+        finally:
+            self._remove_everything()
+
+    # --- the channel ------------------------------------------------------------------------------------------
+
+    def _on_channel(self) -> None:
+        if self._outgoing:
+            self._send(b"")
+        while True:
+            try:
+                data = self._channel.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            if not data:
+                self._running = False
+                return
+            self._incoming += data
+        while (length := messages.frame_bytes(self._incoming)) is not None and len(self._incoming) >= length:
+            header, blobs = messages.decode(self._incoming[:length])
+            del self._incoming[:length]
+            self._handle(header, blobs)
+
+    def _handle(self, header: dict[str, Any], blobs: list[bytes]) -> None:
+        request = header["id"]
+        operations: dict[str, Callable[..., None]] = {
+            "configure": self._configure, "open": self._open, "exec": self._exec, "kill": self._kill,
+            "read": self._read, "write": self._write, "list": self._list, "close": self._close,
+            "statistics": self._statistics,
+        }  # fmt: skip
+        try:
+            operations[header["op"]](request, header, blobs)
+        except RequestError as error:
+            self._reply(request, {"error": error.kind, "message": str(error), "errno": error.number})
+        except safe_files.UnsafePathError as error:
+            self._reply(request, {"error": "unsafe", "message": str(error), "errno": 0})
+        except cgroups.CgroupsUnavailableError as error:
+            self._reply(request, {"error": "cgroups", "message": str(error), "errno": 0})
+        except OSError as error:
+            message = f"{header['op']}: {error.strerror} {error.filename or ''}".rstrip()
+            self._reply(request, {"error": "os", "message": message, "errno": error.errno or 0})
+
+    def _reply(self, request: int, header: dict[str, Any], blobs: tuple[bytes, ...] = ()) -> None:
+        self._send(messages.encode({"id": request, **header}, blobs))
+
+    def _send(self, data: bytes) -> None:
+        self._outgoing += data
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._channel.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self._running = False
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+        self._selector.modify(self._channel, events, self._on_channel)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _configure(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        self._seccomp = blobs[0]
+        self._max_starting = header["max_starting"]
+        self._ledger = leases.Ledger.open(header["ledger"], header["owner_pid"])
+        wall = "bubblewrap"
+        try:
+            with open("/proc/self/mountinfo", encoding="utf-8") as mountinfo, open("/proc/self/cgroup") as membership:
+                own = cgroups.own_groups(mountinfo.read(), membership.read())
+            hierarchy = cgroups.Hierarchy(own, self._ledger.owner, header["owner_pid"])
+            self._ledger.write("launcher", {"groups": hierarchy.directories(), "pid": os.getpid()})
+            hierarchy.make()
+            self._hierarchy = hierarchy
+        except cgroups.CgroupsUnavailableError:
+            if not header["allow_weaker"]:
+                raise
+            wall = "bubblewrap-rlimits"
+        uid = self._uid(0)
+        try:
+            self._stage = profile.build_stage(header["bubblewrap"], header["python_prefix"], uid)
+        except OSError as error:
+            raise RequestError("namespaces", f"{error.strerror} {error.filename or ''}".rstrip()) from None
+        self._reply(request, {"wall": wall, "pid": os.getpid()})
+
+    def _uid(self, number: int) -> int | None:
+        """Return an unprivileged user for a sandbox; None where this process has no privilege to drop."""
+        return _UID_BASE + number % _NUM_UIDS if self._drop_uid else None
+
+    def _open(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        assert self._stage is not None
+        assert self._ledger is not None
+        name, limits = header["box"], header["limits"]
+        self._num_opened += 1
+        uid = self._uid(self._num_opened)
+        path = os.path.join(self._stage.root, "box", name)
+        self._ledger.write(name, {"box": name, "pid": os.getpid()})
+        group = None
+        directory = -1
+        try:
+            if self._hierarchy is not None:
+                # two more: bubblewrap outside and its first process inside
+                max_pids = limits["max_pids"] + 2
+                group = self._hierarchy.create(name, memory_bytes=limits["memory_bytes"], max_pids=max_pids)
+            os.mkdir(path, 0o755)
+            options = f"size={limits['disk_bytes']},nr_inodes={limits['max_files'] + 4},mode=755"
+            kernel.mount("asyncrl", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+            for below, mode in (("task", 0o755), ("tmp", 0o1777), ("shm", 0o1777)):
+                os.mkdir(os.path.join(path, below))
+                os.chmod(os.path.join(path, below), mode)
+                if uid is not None:
+                    os.chown(os.path.join(path, below), uid, uid)
+            directory = os.open(os.path.join(path, "task"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            for file, content in zip(header["paths"], blobs, strict=True):
+                safe_files.write_file(directory, file, content, uid)
+        except BaseException:
+            if directory >= 0:
+                os.close(directory)
+            self._remove_box(name, path, group)
+            raise
+        self._boxes[name] = Box(name=name, path=path, uid=uid, limits=limits, group=group, directory=directory)
+        self._reply(request, {})
+
+    def _box(self, header: dict[str, Any]) -> Box:
+        try:
+            return self._boxes[header["box"]]
+        except KeyError:
+            raise RequestError("closed", f"the sandbox {header['box']} is closed") from None
+
+    def _exec(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        box = self._box(header)
+        if len(self._starting) >= self._max_starting or self._waiting:
+            self._waiting.append((request, header, blobs[0]))
+            return
+        if box.command is not None:
+            raise RequestError("busy", f"the sandbox {box.name} is running another command")
+        self._start(request, box, header["argv"], blobs[0], header["wall_s"])
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._starting) < self._max_starting:
+            request, header, stdin = self._waiting.pop(0)
+            waiting, self._waiting = self._waiting, []
+            self._handle({**header, "id": request}, [stdin])
+            self._waiting = self._waiting + waiting
+
+    def _kill(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        self._forget_waiting(header["box"])
+        box = self._boxes.get(header["box"])
+        if box is not None and box.command is not None:
+            self._end(box.command, "closed")
+        self._reply(request, {})
+
+    def _read(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        data = safe_files.read_file(self._box(header).directory, header["path"], header["max_bytes"])
+        self._reply(request, {}, (data,))
+
+    def _write(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        box = self._box(header)
+        safe_files.write_file(box.directory, header["path"], blobs[0], box.uid)
+        self._reply(request, {})
+
+    def _list(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        self._reply(request, {"names": safe_files.list_directory(self._box(header).directory, header["path"])})
+
+    def _statistics(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        self._reply(request, {"open": len(self._boxes), "opened": self._num_opened, "waiting": len(self._waiting)})
+
+    def _close(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        self._forget_waiting(header["box"])
+        box = self._boxes.pop(header["box"], None)
+        if box is not None:
+            if box.command is not None:
+                command = box.command
+                self._end(command, "closed")
+                self._reap(command)
+                self._finish(command)
+            os.close(box.directory)
+            self._remove_box(box.name, box.path, box.group)
+        self._reply(request, {})
+
+    def _forget_waiting(self, name: str) -> None:
+        """Drop a command that waits for its turn; its caller has gone away."""
+        self._waiting = [entry for entry in self._waiting if entry[1]["box"] != name]
+
+    # --- commands ---------------------------------------------------------------------------------------------
+
+    def _start(self, request: int, box: Box, argv: list[str], stdin: bytes, wall_s: float) -> None:
+        assert self._stage is not None
+        before = box.group.counters() if box.group is not None else cgroups.Counters()
+        seccomp = _sealed("seccomp", self._seccomp)
+        status_read, status_write = os.pipe2(os.O_CLOEXEC)
+        arguments = _sealed("arguments", profile.arguments(self._stage, box.path, seccomp, status_write))
+        pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)]
+        stdin_read, stdin_write = os.pipe2(os.O_CLOEXEC) if stdin else (os.open(os.devnull, os.O_RDONLY), -1)
+        inherited = (seccomp, arguments, status_write)
+        command_line = [self._stage.bubblewrap, "--args", str(arguments), "--", *self._limited(box, argv)]
+        pid = os.fork()
+        if pid == 0:
+            self._become(box, command_line, (stdin_read, pipes[0][1], pipes[1][1]), inherited)
+        started = time.monotonic()
+        for descriptor in (*inherited, stdin_read, pipes[0][1], pipes[1][1]):
+            os.close(descriptor)
+        outputs = Stream(box.limits["kept_output_bytes"]), Stream(box.limits["kept_output_bytes"])
+        command = Command(
+            request=request,
+            box=box,
+            pid=pid,
+            pidfd=os.pidfd_open(pid),
+            started=started,
+            deadline=started + wall_s,
+            before=before,
+            streams={pipes[0][0]: outputs[0], pipes[1][0]: outputs[1]},
+            outputs=outputs,
+            status=status_read,
+            pending=stdin,
+        )
+        box.command = command
+        self._commands.append(command)
+        self._starting.add(pid)
+        for descriptor in command.streams:
+            self._watch(descriptor, selectors.EVENT_READ, lambda at=descriptor: self._on_output(command, at))
+        self._watch(status_read, selectors.EVENT_READ, lambda: self._on_status(command))
+        self._watch(command.pidfd, selectors.EVENT_READ, lambda: self._on_exit(command))
+        if stdin_write >= 0:
+            command.stdin = stdin_write
+            self._watch(stdin_write, selectors.EVENT_WRITE, lambda: self._on_stdin(command))
+
+    def _watch(self, descriptor: int, events: int, handler: Callable[[], None]) -> None:
+        os.set_blocking(descriptor, False)
+        self._selector.register(descriptor, events, handler)
+
+    def _limited(self, box: Box, argv: list[str]) -> list[str]:
+        """Return the command, under a limit on processes where no group counts them."""
+        if box.group is not None:
+            return argv
+        limit = f'ulimit -u {box.limits["max_pids"]} 2>/dev/null || ulimit -p {box.limits["max_pids"]}; exec "$@"'
+        return ["/bin/sh", "-c", limit, "sh", *argv]
+
+    def _become(self, box: Box, argv: list[str], standard: tuple[int, int, int], inherited: tuple[int, ...]) -> None:
+        """Turn this forked child into bubblewrap. Never returns."""
+        try:
+            for target, descriptor in enumerate(standard):
+                os.dup2(descriptor, target)
+            for descriptor in inherited:
+                os.set_inheritable(descriptor, True)
+            for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            for entrance in box.group.entrances() if box.group is not None else ():
+                with open(entrance, "w", encoding="ascii") as file:
+                    file.write("0")
+            with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+                file.write("500")  # when the whole machine runs out, the sandboxes go first
+            limits = box.limits
+            cpu_s = max(1, round(limits["cpu_s"]))
+            rlimits = [
+                (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+                (resource.RLIMIT_FSIZE, limits["disk_bytes"], limits["disk_bytes"]),
+                (resource.RLIMIT_NOFILE, 256, 256),
+                (resource.RLIMIT_CORE, 0, 0),
+                (resource.RLIMIT_MEMLOCK, 65536, 65536),
+            ]
+            if box.group is None:
+                rlimits.append((resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]))
+            for kind, soft, hard in rlimits:
+                ceiling = resource.getrlimit(kind)[1]
+                if ceiling != resource.RLIM_INFINITY:
+                    soft, hard = min(soft, ceiling), min(hard, ceiling)
+                resource.setrlimit(kind, (soft, hard))
+            if box.uid is not None:
+                os.setgroups([])
+                os.setresgid(box.uid, box.uid, box.uid)
+                os.setresuid(box.uid, box.uid, box.uid)
+            os.execve(argv[0], argv, {})
+        except BaseException as error:
+            os.write(2, f"launcher: {type(error).__name__}: {error}\n".encode(errors="replace"))
+        finally:
+            os._exit(125)
+
+    def _on_output(self, command: Command, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._forget(descriptor)
+            del command.streams[descriptor]
+            self._finish_if_ended(command)
+            return
+        command.streams[descriptor].add(data)
+        if command.num_bytes > command.box.limits["output_bytes"]:
+            self._end(command, "output")
+
+    def _on_stdin(self, command: Command) -> None:
+        assert command.stdin is not None
+        try:
+            command.pending = command.pending[os.write(command.stdin, command.pending[:_READ_BYTES]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            command.pending = b""
+        if not command.pending:
+            self._forget(command.stdin)
+            command.stdin = None
+
+    def _on_status(self, command: Command) -> None:
+        """bubblewrap reports its child when that has begun, and the exit code when the set-up had worked."""
+        data = os.read(command.status, _READ_BYTES)
+        command.status_text += data
+        if not data:
+            self._forget(command.status)
+            command.status = -1
+            self._finish_if_ended(command)
+        self._starting.discard(command.pid)
+        self._start_waiting()
+
+    def _on_exit(self, command: Command) -> None:
+        self._reap(command)
+        self._finish_if_ended(command)
+
+    def _reap(self, command: Command) -> None:
+        if command.exit_status is None:
+            _, command.exit_status, usage = os.wait4(command.pid, 0)
+            command.cpu_s = usage.ru_utime + usage.ru_stime
+            self._forget(command.pidfd)
+            self._starting.discard(command.pid)
+
+    def _forget(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+
+    def _end(self, command: Command, reason: str) -> None:
+        if command.ended_by is None:
+            command.ended_by = reason
+            command.deadline = time.monotonic() + _KILL_GRACE_S
+        if command.box.group is not None:
+            command.box.group.kill()
+        if command.exit_status is None:
+            signal.pidfd_send_signal(command.pidfd, signal.SIGKILL)
+
+    def _next_deadline(self) -> float | None:
+        times = [command.deadline for command in self._commands]
+        if self._dying:
+            times.append(time.monotonic() + 0.01)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _end_late_commands(self) -> None:
+        now = time.monotonic()
+        for command in list(self._commands):
+            if now >= command.deadline:
+                if command.ended_by is None:
+                    self._end(command, "wall")
+                else:
+                    self._finish(command, stuck=True)
+        self._remove_dying()
+
+    def _finish_if_ended(self, command: Command) -> None:
+        if command.exit_status is not None and not command.streams and command.status < 0:
+            self._finish(command)
+
+    def _finish(self, command: Command, stuck: bool = False) -> None:
+        """Answer the request, with the outcome told from counters."""
+        if command not in self._commands:
+            return
+        self._commands.remove(command)
+        box = command.box
+        box.command = None
+        for descriptor in (*command.streams, command.status, command.stdin):
+            if descriptor is not None and descriptor >= 0:
+                self._forget(descriptor)
+        counters = box.group.counters() if box.group is not None else cgroups.Counters()
+        (stdout, cut), (stderr, cut_too) = command.outputs[0].result(), command.outputs[1].result()
+        exit_code = _exit_code(command.status_text)
+        outcome, detail = self._outcome(command, counters, exit_code, stderr)
+        if stuck:
+            outcome, detail = "infrastructure", "a process could not be killed"
+        reply = {
+            "outcome": outcome,
+            "exit_code": None if command.ended_by is not None or outcome == "infrastructure" else exit_code,
+            "truncated": cut or cut_too,
+            "output_bytes": command.num_bytes,
+            "seconds": time.monotonic() - command.started,
+            "peak_memory_bytes": counters.peak_memory_bytes,
+            "peak_pids": counters.peak_pids,
+            "detail": detail,
+        }
+        self._reply(command.request, reply, (stdout, stderr))
+        self._start_waiting()
+
+    def _outcome(
+        self, command: Command, counters: cgroups.Counters, exit_code: int | None, stderr: bytes
+    ) -> tuple[str, str]:
+        if command.ended_by == "closed":
+            return "infrastructure", "the sandbox was closed while the command ran"
+        if command.ended_by == "output":
+            return "output", ""
+        if counters.memory_kills > command.before.memory_kills:
+            return "memory", ""
+        if counters.refused_forks > command.before.refused_forks:
+            return "pids", ""
+        if command.ended_by == "wall":
+            return "wall", ""
+        if exit_code is None:
+            text = stderr.decode(errors="replace").strip()
+            return "infrastructure", f"bubblewrap did not start the command: {text[-500:]}"
+        if exit_code == -signal.SIGXFSZ or _is_full(command.box.path):
+            return "disk", ""
+        burned = command.cpu_s >= 0.9 * command.box.limits["cpu_s"]
+        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and burned):
+            return "cpu", ""
+        return "ok", ""
+
+    # --- removal ----------------------------------------------------------------------------------------------
+
+    def _remove_box(self, name: str, path: str, group: cgroups.Group | None) -> None:
+        try:
+            kernel.unmount(path)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOENT):
+                raise
+        if os.path.isdir(path):
+            os.rmdir(path)
+        if group is not None:
+            group.kill()
+            self._dying.append((group, name, 0))
+            self._remove_dying()
+        elif self._ledger is not None:
+            self._ledger.remove(name)
+
+    def _remove_dying(self) -> None:
+        assert self._ledger is not None
+        left = []
+        for group, name, tries in self._dying:
+            if group.remove():
+                self._ledger.remove(name)
+            elif tries < _REMOVE_TRIES:
+                left.append((group, name, tries + 1))
+        self._dying = left  # what stays busy too long keeps its lease, and the next start removes it
+
+    def _remove_everything(self) -> None:
+        self._waiting.clear()
+        for command in self._commands:
+            self._end(command, "closed")
+        for command in self._commands:
+            self._reap(command)
+        for box in self._boxes.values():
+            self._remove_box(box.name, box.path, box.group)
+        while self._dying:
+            self._remove_dying()
+            time.sleep(0.002)
+        if self._ledger is not None and (self._hierarchy is None or self._hierarchy.remove()):
+            self._ledger.remove("launcher")
+
+
+def _sealed(name: str, content: bytes) -> int:
+    """Return a new memory file at its start. bubblewrap uses one up at each start."""
+    descriptor = os.memfd_create(name)
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _exit_code(status: bytes) -> int | None:
+    """Return the command's exit code from bubblewrap's report, -N for signal N; None where it never started.
+
+    bubblewrap reports signal N as 128 + N, so a program that exits with such a code reads as ended by that signal.
+    """
+    for line in status.splitlines():
+        code = json.loads(line).get("exit-code")
+        if code is not None:
+            return 128 - code if 128 < code <= 128 + signal.NSIG else int(code)
+    return None
+
+
+def _is_full(path: str) -> bool:
+    usage = os.statvfs(path)
+    return usage.f_bavail < _FREE_PAGES or usage.f_ffree == 0
+
+
+def main(descriptor: int) -> None:
+    """Serve the socket `descriptor` until its other end is closed."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the owner ends this process by closing the socket
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    Launcher(channel).serve()
+    sys.exit(0)

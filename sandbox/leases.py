@@ -1,0 +1,117 @@
+"""The ledger: one small file for every group and sandbox, written before it is made. Standard library only.
+
+A file's name carries the owner (process id and start time), so a reader can tell a dead owner's files from those of a
+program that still runs, also after the process id has been given to another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.sandbox import cgroups, kernel
+
+_NAME = re.compile(r"(?P<pid>\d+)-(?P<start>\d+)\.(?P<name>[A-Za-z0-9_-]+)\.json")
+
+
+class Ledger:
+    """The files of one owner in an open directory, which stays reachable whatever is mounted over its path."""
+
+    def __init__(self, directory: int, owner: str) -> None:
+        self._directory = directory
+        self.owner = owner
+
+    @classmethod
+    def open(cls, path: str, owner_pid: int) -> Ledger:
+        """Return the ledger of the running process `owner_pid`. Raises OSError."""
+        return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), owner_name(owner_pid))
+
+    def _file(self, name: str) -> str:
+        return f"{self.owner}.{name}.json"
+
+    def write(self, name: str, lease: Mapping[str, Any]) -> None:
+        """Record `lease`. A crash of the machine may lose it, but takes what it names along."""
+        temporary = f"{self.owner}.{name}.new"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=self._directory)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump({**lease, "boot": _boot(), "pid_namespace": _pid_namespace()}, file)
+        os.rename(temporary, self._file(name), src_dir_fd=self._directory, dst_dir_fd=self._directory)
+
+    def remove(self, name: str) -> None:
+        """Strike `name` off. A missing one counts as removed."""
+        try:
+            os.unlink(self._file(name), dir_fd=self._directory)
+        except FileNotFoundError:
+            return
+
+
+def owner_name(pid: int) -> str:
+    """Return what names a running process for good: its id and its start."""
+    return f"{pid}-{kernel.start_time(pid)}"
+
+
+def _boot() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def reap(directory: str) -> list[str]:
+    """Remove what dead owners left and return the names of the leases that were settled.
+
+    Mounts need no hand: they lie in the launcher's own namespace and ended with it. Leases of a living owner, and those
+    written in another container, are left alone. Raises OSError.
+    """
+    settled: list[str] = []
+    by_owner: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for file in sorted(os.listdir(directory)):
+        match = _NAME.fullmatch(file)
+        if match is None or kernel.start_time(int(match["pid"])) == int(match["start"]):
+            continue
+        path = os.path.join(directory, file)
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            continue
+        try:
+            with open(path, encoding="utf-8") as stream:
+                lease = json.load(stream)
+        except ValueError:
+            lease = {}  # half a file: its owner died while writing, before making anything
+        by_owner.setdefault(f"{match['pid']}-{match['start']}", []).append((path, lease))
+    for owner, owned in by_owner.items():
+        here = all(lease.get("pid_namespace", _pid_namespace()) == _pid_namespace() for _, lease in owned)
+        if not here:
+            continue
+        current = [lease for _, lease in owned if lease.get("boot") == _boot()]
+        if not _groups_removed(owner, current):
+            continue
+        for path, _ in owned:
+            os.unlink(path)
+            settled.append(os.path.basename(path))
+    return settled
+
+
+def _groups_removed(owner: str, current: list[dict[str, Any]]) -> bool:
+    """Kill and remove the groups of a dead owner; False while something still runs in one."""
+    gone = True
+    for lease in current:
+        for parent in lease.get("groups", ()):
+            if os.path.basename(parent) != cgroups.PREFIX + owner or not os.path.isdir(parent):
+                continue
+            for entry in os.scandir(parent):
+                if entry.is_dir(follow_symlinks=False):
+                    single = cgroups.Group(version=2, memory=entry.path, pids=entry.path, unified=_killable(entry.path))
+                    single.kill()
+                    gone &= single.remove()
+            gone &= cgroups.remove_directories([parent])
+    return gone
+
+
+def _killable(path: str) -> str | None:
+    return path if os.path.exists(os.path.join(path, "cgroup.kill")) else None

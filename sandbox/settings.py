@@ -1,0 +1,52 @@
+"""What a user may set about sandboxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import SandboxLimits
+
+_MIN_MEMORY_BYTES = 16 * 2**20  # an interpreter alone needs about 10 MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSettings:
+    """Where and within which limits the agents' code runs.
+
+    Example:
+        >>> SandboxSettings(max_open=8).backend
+        'bubblewrap'
+    """
+
+    backend: str = "bubblewrap"
+    """A name of the SANDBOXES table."""
+    allow_weaker: bool = False
+    """Whether a wall without control groups may be used where none can be made; it is then named on every trajectory."""
+    max_open: int = 64
+    """Sandboxes open at a time; who asks for more waits."""
+    max_starting: int = 3
+    """Commands that are being started at a time; starting burns CPU, so more at a time are not faster."""
+    python: str = ""
+    """The interpreter inside: empty for /usr/bin/python3, or the running one where there is none; else a path."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """Of one sandbox."""
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        least = {
+            "max_open": (self.max_open, 1),
+            "max_starting": (self.max_starting, 1),
+            "limits.memory_bytes": (limits.memory_bytes, _MIN_MEMORY_BYTES),
+            "limits.max_pids": (limits.max_pids, 1),
+            "limits.disk_bytes": (limits.disk_bytes, 2**16),
+            "limits.max_files": (limits.max_files, 1),
+            "limits.output_bytes": (limits.output_bytes, 1),
+            "limits.kept_output_bytes": (limits.kept_output_bytes, 2),
+        }
+        for name, (value, lowest) in least.items():
+            if value < lowest:
+                raise ConfigError(f"{name} must be >= {lowest}, got {value} ([sandbox])")
+        for name, seconds in (("limits.wall_s", limits.wall_s), ("limits.cpu_s", limits.cpu_s)):
+            if not 0 < seconds < float("inf"):
+                raise ConfigError(f"{name} must be > 0 and finite seconds, got {seconds} ([sandbox])")
