@@ -1,0 +1,52 @@
+"""Which tensors an engine expects, and whether a manifest has exactly those, before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import WeightManifest
+from asyncrl.weight_sync.weight_file import header_of
+
+_OUTPUT_EMBEDDING = "lm_head.weight"
+_FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+def checkpoint_shapes(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every tensor in a model directory's safetensors files.
+
+    The engine was started from that directory, so these are the names that its loader knows, before it fuses and
+    repacks them.
+    Raises: WeightSyncError if there is no safetensors file.
+    """
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise WeightSyncError(f"the engine's model directory {directory} has no *.safetensors file to check names by")
+    return {name: tuple(entry["shape"]) for file in files for name, entry in header_of(file).items()}
+
+
+def check_names(manifest: WeightManifest, expected: Mapping[str, tuple[int, ...]], *, tied_embeddings: bool) -> None:
+    """Refuse a manifest whose tensors are not exactly the expected ones.
+
+    With tied embeddings the output embedding may be sent or left out: it is the input embedding.
+    Raises: WeightSyncError naming the first tensor that is missing, unknown, of another shape, or not of floats.
+    """
+    sent = {entry.name: entry for entry in manifest.tensors}
+    optional = {_OUTPUT_EMBEDDING} if tied_embeddings else set()
+    for name in expected:
+        if name not in sent and name not in optional:
+            raise WeightSyncError(f"version {manifest.version} lacks {name}, which the engine's model has")
+    for name, entry in sent.items():
+        if name not in expected:
+            if name in optional:
+                continue
+            raise WeightSyncError(f"version {manifest.version} has {name}, which the engine's model does not have")
+        if entry.shape != expected[name]:
+            raise WeightSyncError(
+                f"{name} of version {manifest.version} has shape {list(entry.shape)}, "
+                f"the engine's model has {list(expected[name])}"
+            )
+        if entry.dtype not in _FLOATS:
+            raise WeightSyncError(f"{name} of version {manifest.version} is {entry.dtype}, not one of {_FLOATS}")

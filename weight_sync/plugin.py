@@ -1,0 +1,23 @@
+"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`): makes our backend known by name.
+
+Cheap and harmless for those who use vLLM for something else: it adds one name to a table, and the engine behind the
+name, torch included, is imported only by a server that is started with that name.
+"""
+
+from __future__ import annotations
+
+BACKEND = "asyncrl"
+"""Chosen by `--weight-transfer-config '{"backend": "asyncrl"}'`."""
+
+
+def register() -> None:
+    """Make the backend known to vLLM. vLLM may call this several times in one process."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return  # a vLLM from before weight transfer: `asyncrl train` names the version it needs, others need nothing
+    try:
+        WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl.weight_sync.vllm_engine", "FileTransferEngine")
+    except ValueError as error:
+        if "already registered" not in str(error):
+            raise

@@ -1,0 +1,149 @@
+"""The learner's half of the transports that leave a file: names, two versions at most, and nothing left behind.
+
+A publisher holds a lock (flock) on `asyncrl-<run id>.lock` in its directory for as long as it lives. The kernel lets
+go of the lock when the process dies, however it dies, so `remove_stale` can tell a dead owner's files from a living
+one's without process ids, which are reused and mean nothing across containers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.types import PolicyVersion, WeightManifest
+from asyncrl.weight_sync.manifest import MANIFEST_SUFFIX, write_manifest
+from asyncrl.weight_sync.stale import LOCK_SUFFIX, PREFIX, WEIGHTS_SUFFIX, remove_stale
+from asyncrl.weight_sync.weight_file import layout, manifest_for, write_weight_file
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_.]([A-Za-z0-9_.-]{0,99})")
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class FilePublisher:
+    """Writes each version to a file in `directory`; at most two versions are there at any moment.
+
+    Raises, when made: ConfigError for a run id that is no file name, WeightSyncError if the run has a publisher
+    already or the directory cannot be written.
+    """
+
+    transport = "filesystem"
+    durable = True
+
+    def __init__(self, *, run_id: str, directory: str | os.PathLike[str]) -> None:
+        if not _RUN_ID.fullmatch(run_id):
+            raise ConfigError(
+                f"run id must be at most 100 letters, digits, '.', '_' or '-', not beginning with '-'; got {run_id!r}"
+            )
+        self.run_id = run_id
+        self.directory = Path(directory)
+        self._published: list[tuple[PolicyVersion, Path]] = []
+        self._lock: int | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            remove_stale(self.directory)
+            self._lock = _take_lock(self._lock_path, run_id)
+        except OSError as error:
+            raise WeightSyncError(f"cannot publish weights in {self.directory}: {error}") from error
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.directory / f"{PREFIX}{self.run_id}{LOCK_SUFFIX}"
+
+    def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> WeightManifest:
+        """Write `tensors` (name -> torch.Tensor, in the engine's dtype) and return the manifest.
+
+        One copy of the weights is made, in the file; a tensor that is not contiguous or not in host memory is copied
+        on its own first, and one that is sharded is gathered on its own.
+        Raises: WeightSyncError if the version does not grow, a dtype cannot be sent, or there is no room.
+        """
+        if self._lock is None:
+            raise WeightSyncError(f"the publisher of run {self.run_id} is closed")
+        if self._published and version <= self._published[-1][0]:
+            raise WeightSyncError(f"version {version} was published after version {self._published[-1][0]}")
+        entries = layout((name, _dtype_name(name, t), tuple(t.shape)) for name, t in tensors.items())
+        while len(self._published) > 1:
+            self._remove(self._published.pop(0)[1])
+        path = self.directory / f"{PREFIX}{self.run_id}-{version}{WEIGHTS_SUFFIX}"
+        self._published.append((version, path))
+        entries = write_weight_file(
+            path,
+            entries,
+            (_bytes_of(tensors[entry.name]) for entry in entries),
+            metadata={"format": "pt", "run_id": self.run_id, "version": str(version)},
+            durable=self.durable,
+        )
+        manifest = manifest_for(
+            run_id=self.run_id, version=version, transport=self.transport, path=path, entries=entries
+        )
+        write_manifest(manifest, path.with_name(path.name + MANIFEST_SUFFIX))
+        return manifest
+
+    def _remove(self, path: Path) -> None:
+        path.with_name(path.name + MANIFEST_SUFFIX).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove what was published. May be called twice."""
+        for _, path in self._published:
+            self._remove(path)
+        self._published.clear()
+        if self._lock is not None:
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> FilePublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _take_lock(path: Path, run_id: str) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise WeightSyncError(f"run {run_id} already has a living publisher (it holds {path})") from None
+        os.close(descriptor)  # removed as stale between open and lock: take a fresh one
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in _DTYPE_NAMES:
+        raise WeightSyncError(
+            f"cannot send {name}: dtype {tensor.dtype} is not one of {', '.join(map(str, _DTYPE_NAMES))}"
+        )
+    return _DTYPE_NAMES[tensor.dtype]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    gather = getattr(tensor, "full_tensor", None)  # an FSDP2 shard; a collective on all ranks
+    whole = gather() if callable(gather) else tensor
+    flat = whole.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -1,0 +1,31 @@
+"""Settings of the way that weights take from the learner to the engines."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+from asyncrl.weight_sync import TRANSPORTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSyncSettings:
+    """Which transport, and where it keeps its files."""
+
+    transport: str = "shared_memory"
+    """A name of the TRANSPORTS table."""
+    directory: Path = Path("")
+    """Of the `filesystem` transport: a directory that learner and engines share. Empty for `shared_memory`."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, by the setting's name."""
+        if self.transport not in TRANSPORTS:
+            nearest = difflib.get_close_matches(self.transport, TRANSPORTS, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(
+                f"transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r} ([weight_sync]){hint}"
+            )
+        if self.transport == "filesystem" and self.directory == Path(""):
+            raise ConfigError("directory must be given with transport = 'filesystem' ([weight_sync])")
