@@ -1,0 +1,192 @@
+"""What a user may set about the engines and about sampling, and the vLLM command line that follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.weight_sync.plugin import BACKEND
+
+
+class KVOnSync(StrEnum):
+    """What becomes of the keys and values that running requests have cached when the weights change under them."""
+
+    KEEP = "keep"
+    """They stay: later tokens attend to what older weights wrote. Nothing is recomputed, nothing waits."""
+    RECOMPUTE = "recompute"
+    """They are computed again under the new weights before the next token; costs a prefill of every running request."""
+    FINISH = "finish"
+    """Running requests end under the old weights before the swap; the engine drains at every sync."""
+
+
+_DTYPES = ("bfloat16", "float16", "float32", "auto")
+
+_OURS = {
+    "model": "the model of the run",
+    "port": "[engine] port",
+    "host": "fixed: the server's developer routes must not leave this machine",
+    "max_model_len": "[engine] max_model_len",
+    "max_num_seqs": "[engine] max_num_seqs",
+    "dtype": "[engine] dtype",
+    "enforce_eager": "[engine] enforce_eager",
+    "kv_cache_memory_bytes": "[engine] kv_cache_gib",
+    "seed": "[engine] seed",
+    "logprobs_mode": "fixed: ratios need the log-probs of the distribution that was sampled from",
+    "weight_transfer_config": "fixed: weights arrive through asyncrl.weight_sync",
+    "worker_extension_cls": "fixed: weights are verified through it",
+    "enable_scale_out": "fixed: tokens go in and come out as ids",
+    "generation_config": "fixed: the model's own file must not change how is sampled",
+    "speculative_config": "not supported: the draft model would stay at the first version",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How completions are sampled. One distribution, nothing cut off: the log-probs must be those of the sampler.
+
+    Example:
+        >>> SamplingSettings(top_p=0.9)
+        Traceback (most recent call last):
+        asyncrl.errors.ConfigError: top_p must be 1: ...
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; > 0. The behaviour log-probs are taken after it, the learner applies the same one."""
+    top_p: float = 1.0
+    """Only 1."""
+    top_k: int = 0
+    """Only 0, which is off."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and 0.0 < self.temperature <= 10.0):
+            raise ConfigError(
+                f"temperature must be > 0 and <= 10, got {self.temperature} ([sampling]); at 0 every log-prob is 0 "
+                "and no ratio is defined"
+            )
+        if self.top_p != 1.0:
+            raise ConfigError(
+                f"top_p must be 1: got {self.top_p} ([sampling]). It cuts tokens off that the policy being trained "
+                "would still sample, so the importance ratio is biased"
+            )
+        if self.top_k not in (0, -1):
+            raise ConfigError(
+                f"top_k must be 0 (off): got {self.top_k} ([sampling]). It cuts tokens off that the policy being "
+                "trained would still sample, so the importance ratio is biased"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """One kind of engine: vLLM servers that the run starts, or that run elsewhere (`urls`)."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that run already; empty to have one started here. They need the flags of `command`."""
+    port: int = 0
+    """Of the server that is started; 0 takes a free one."""
+    max_model_len: int = 2048
+    """Tokens of prompt and completion together."""
+    max_num_seqs: int = 64
+    """Requests that run at once in one engine; more wait in the orchestrator."""
+    kv_cache_gib: float = 1.0
+    """Memory for keys and values. 0 lets vLLM decide, which on a GPU is what `gpu_memory_utilization` leaves."""
+    dtype: str = "bfloat16"
+    enforce_eager: bool = True
+    """False compiles the model first: minutes at the start, faster after it. Worth it on a GPU."""
+    threads: int = 0
+    """OpenMP threads of a CPU engine; 0 takes every core that this process may run on."""
+    niceness: int = 0
+    """Added to the server's niceness by whoever starts it: > 0 lets the learner go first on shared cores."""
+    seed: int = 0
+    """Of the engine as a whole. Requests carry none: the CPU build dies of it."""
+    kv_on_sync: KVOnSync = KVOnSync.KEEP
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0
+    """From a request's start in the engine to its last token."""
+    sync_timeout_s: float = 60.0
+    """Of each phase of a weight sync."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's own arguments, named as vLLM names them with underscores: {"tensor_parallel_size": 2}."""
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"urls must begin with http:// or https://, got {url!r} ([engine])")
+        _in_range("port", self.port, 0, 65535)
+        _in_range("max_model_len", self.max_model_len, 16, 2**24)
+        _in_range("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        _in_range("kv_cache_gib", self.kv_cache_gib, 0, 2**16)
+        _in_range("threads", self.threads, 0, 1024)
+        _in_range("niceness", self.niceness, 0, 19)
+        _in_range("seed", self.seed, 0, 2**31 - 1)
+        for name in ("start_timeout_s", "request_timeout_s", "sync_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be > 0 seconds, got {getattr(self, name)} ([engine])")
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r} ([engine])")
+        for name in self.extra:
+            if name.replace("-", "_") in _OURS:
+                raise ConfigError(f"extra may not set {name} ([engine]); {_OURS[name.replace('-', '_')]}")
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be from {low} to {high}, got {value} ([engine])")
+
+
+def command(settings: EngineSettings, model_directory: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the argv of a stock vLLM server, and what to add to the environment it is started with.
+
+    The module form is used because the console script of the CPU build fails; both are the same server. The server
+    listens on 127.0.0.1 only: its developer routes (pause, weights) have no other protection.
+    """
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", model_directory, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--dtype", settings.dtype, "--seed", str(settings.seed)]
+    argv += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
+    if settings.kv_cache_gib > 0:
+        argv += ["--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * 2**30))]
+    if settings.enforce_eager:
+        argv += ["--enforce-eager"]
+    argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    argv += ["--enable-prefix-caching"]  # blocks are salted with the version: see VLLMEngine
+    argv += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    argv += ["--worker-extension-cls", "asyncrl.weight_sync.vllm_engine.WorkerReport"]
+    argv += ["--disable-uvicorn-access-log"]
+    for name, value in settings.extra.items():
+        argv += _argument(name, value)
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",  # turns the routes for pausing and for weights on
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # "auto" keeps a core free for the scheduler, which on two cores is half the machine
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if settings.threads:
+        environment["OMP_NUM_THREADS"] = str(settings.threads)
+    return argv, environment
+
+
+def _argument(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is True:
+        return [flag]
+    if value is False:
+        return ["--no-" + name.replace("_", "-")]
+    if isinstance(value, (Mapping, list, tuple)):
+        return [flag, json.dumps(value)]
+    return [flag, str(value)]
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that was free a moment ago; who gets it must still be ready to lose the race."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
