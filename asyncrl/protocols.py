@@ -16,8 +16,12 @@ from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds, Traj
 class Sampler(Protocol):
     """Who asks for tokens. One object may serve many concurrent episodes."""
 
-    async def sample(self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str) -> Completion:
+    async def sample(
+        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
         """Return one completion of `token_ids`, sampled at the run's temperature with nothing cut off.
+
+        It ends after the model's own end token or one of `stop_token_ids`, which is part of the completion.
 
         Raises: EngineError when no engine could answer.
         """
