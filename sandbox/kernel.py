@@ -62,7 +62,7 @@ def unmount(target: str) -> None:
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """Return a file descriptor for `path`, which cannot lead out of `directory` by any link or mount, not even in a race.
+    """Return a file descriptor for `path`, which cannot leave `directory` by any link or mount, not even in a race.
 
     Source: openat2(2); checks by islink() or realpath() before open() lose the race.
     Raises: OSError; ELOOP for a symbolic link on the way, EXDEV for a way out.

@@ -1,10 +1,11 @@
 """The process that starts the sandboxes and outlives nothing. Standard library only, one thread.
 
 It exists because `bwrap --die-with-parent` follows the *thread* that started it: one started from a worker thread of
-trio dies when that thread has been idle for ten seconds. Its socket's end means that the owner is gone, however: then it
-kills every sandbox, removes their groups and leases, and ends; its mounts are in a namespace of its own and end with it.
+trio dies when that thread has been idle for ten seconds. The end of its socket means that the owner is gone, however
+that came: then it kills every sandbox, removes their groups and leases, and ends. Its mounts are in a namespace of its
+own and end with it.
 
-It is started by `start` in bubblewrap.py with an empty environment, and reads requests as `messages` frames them.
+bubblewrap.py starts it with an empty environment and sends it requests as `messages` frames them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel, leases, messages, profile, safe_files
@@ -28,6 +30,7 @@ _READ_BYTES = 65536
 _REMOVE_TRIES = 200  # a group stays busy for some ms after its last process; at 10 ms each, two seconds
 _KILL_GRACE_S = 10.0  # a process that is not gone by then hangs in the kernel; the sandbox is given up
 _FREE_PAGES = 4  # a write that filled the disk leaves a few pages that no further write would fit in
+_NOT_FOUND = 127  # as a shell says it
 _UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
 _NUM_UIDS = 60_000
 
@@ -364,12 +367,12 @@ class Launcher:
         self._commands.append(command)
         self._starting.add(pid)
         for descriptor in command.streams:
-            self._watch(descriptor, selectors.EVENT_READ, lambda at=descriptor: self._on_output(command, at))
-        self._watch(status_read, selectors.EVENT_READ, lambda: self._on_status(command))
-        self._watch(command.pidfd, selectors.EVENT_READ, lambda: self._on_exit(command))
+            self._watch(descriptor, selectors.EVENT_READ, partial(self._on_output, command, descriptor))
+        self._watch(status_read, selectors.EVENT_READ, partial(self._on_status, command))
+        self._watch(command.pidfd, selectors.EVENT_READ, partial(self._on_exit, command))
         if stdin_write >= 0:
             command.stdin = stdin_write
-            self._watch(stdin_write, selectors.EVENT_WRITE, lambda: self._on_stdin(command))
+            self._watch(stdin_write, selectors.EVENT_WRITE, partial(self._on_stdin, command))
 
     def _watch(self, descriptor: int, events: int, handler: Callable[[], None]) -> None:
         os.set_blocking(descriptor, False)
@@ -417,7 +420,7 @@ class Launcher:
                 os.setresgid(box.uid, box.uid, box.uid)
                 os.setresuid(box.uid, box.uid, box.uid)
             os.execve(argv[0], argv, {})
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - nothing may leave a forked child but its exit
             os.write(2, f"launcher: {type(error).__name__}: {error}\n".encode(errors="replace"))
         finally:
             os._exit(125)
@@ -517,6 +520,8 @@ class Launcher:
         (stdout, cut), (stderr, cut_too) = command.outputs[0].result(), command.outputs[1].result()
         exit_code = _exit_code(command.status_text)
         outcome, detail = self._outcome(command, counters, exit_code, stderr)
+        if outcome == "ok" and exit_code is None:
+            exit_code = _NOT_FOUND
         if stuck:
             outcome, detail = "infrastructure", "a process could not be killed"
         reply = {
@@ -545,6 +550,8 @@ class Launcher:
             return "pids", ""
         if command.ended_by == "wall":
             return "wall", ""
+        if exit_code is None and stderr.startswith(b"bwrap: execvp "):
+            return "ok", ""  # there is no such program; nothing else can have written this
         if exit_code is None:
             text = stderr.decode(errors="replace").strip()
             return "infrastructure", f"bubblewrap did not start the command: {text[-500:]}"

@@ -1,8 +1,8 @@
 """The stage and the arguments of the hardened bubblewrap profile. Standard library only.
 
-The stage is a small tmpfs in the launcher's own mount namespace. It holds what a sandbox is built from, at paths that an
-unprivileged user can reach wherever the originals lie, and the writable directories of the open sandboxes. Nobody else
-sees it, and it goes away with its last process.
+The stage is a small tmpfs in the launcher's own mount namespace. It holds what a sandbox is built from, at paths that
+an unprivileged user can reach wherever the originals lie, and the writable directories of the open sandboxes. Nobody
+else sees it, and it goes away with its last process.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ _DENIED = (
     "pidfd_getfd", "move_pages", "migrate_pages",
     # file systems and namespaces
     "mount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "fspick",
-    "mount_setattr", "setns", "unshare", "open_by_handle_at", "name_to_handle_at", "quotactl", "quotactl_fd", "fanotify_init",
+    "mount_setattr", "setns", "unshare", "open_by_handle_at", "name_to_handle_at", "quotactl", "quotactl_fd",
+    "fanotify_init",
     # the machine
     "personality", "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "reboot", "swapon",
     "swapoff", "acct", "syslog", "settimeofday", "clock_settime", "adjtimex", "clock_adjtime", "iopl", "ioperm",

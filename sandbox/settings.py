@@ -22,7 +22,7 @@ class SandboxSettings:
     backend: str = "bubblewrap"
     """A name of the SANDBOXES table."""
     allow_weaker: bool = False
-    """Whether a wall without control groups may be used where none can be made; it is then named on every trajectory."""
+    """Whether a wall without control groups may do where none can be made; its name is on every trajectory."""
     max_open: int = 64
     """Sandboxes open at a time; who asks for more waits."""
     max_starting: int = 3
