@@ -70,10 +70,11 @@ def evaluate(name: str, inputs: LossInputs, /, **settings: Any) -> LossOutput:
         token_loss = token_loss + resolved.observation_coef * observed.detach()
         record.mean("observation_loss", observed, prepared.observation)
     record.sum("num_loss_tokens", prepared.lengths.sum())
+    record.sum("policy_logprobs_nonfinite", (~prepared.policy.isfinite()).sum())
     for label, count in prepared.counts.items():
         record.sum(label, count)
     for label, flags in term.flags.items():
-        record.mean(label, flags.double(), prepared.mask)
+        record.mean(label, flags, prepared.mask)
     dtype = inputs.policy_logprobs.dtype
     return LossOutput(loss=loss.to(dtype), token_loss=token_loss.to(dtype), metrics=record.records())
 
@@ -180,7 +181,13 @@ def _policy_term(p: Prepared, s: LossSettings) -> _Term:
         if s.dual_clip is not None:
             flags["clipped_dual_frac"] = (ratio > s.dual_clip) & (advantages < 0)
     elif s.clip == "sqrt_window":
-        loss = sqrt_window(ratio, advantages, action_position(p), s)
+        position = action_position(p)
+        loss = sqrt_window(ratio, advantages, position, s)
+        flags["clipped_low_frac"] = (aggregated < -s.window_low * position.sqrt()) & (advantages < 0)
+        above = aggregated > s.window_high * position.sqrt()
+        flags["clipped_high_frac"] = above & (advantages > 0)
+        if s.window_dual:
+            flags["clipped_dual_frac"] = above & (advantages < 0)
     else:
         if s.clip == "mask":
             kept = kept & within(ratio, s.ratio_low, s.ratio_high)
