@@ -259,6 +259,7 @@ class Run:
             "reward_mean": fmean(t.reward or 0.0 for t in scored),
             "solve_rate": fmean(is_solved(t) for t in scored),
             "turns_mean": fmean(t.num_turns for t in scored),
+            "completion_tokens_mean": fmean(t.num_sampled_tokens for t in scored),
             "truncated_share": fmean(t.truncated for t in scored),
             "staleness_max": staleness,
             "tokens_generated": self.status.tokens_generated,
@@ -324,8 +325,12 @@ class _CountingSampler:
         self._sampler = sampler
         self._count: Callable[[Completion], None] = status.count_completion
 
-    async def sample(self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str) -> Completion:
+    async def sample(
+        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
         """See `protocols.Sampler`."""
-        completion = await self._sampler.sample(token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id)
+        completion = await self._sampler.sample(
+            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+        )
         self._count(completion)
         return completion

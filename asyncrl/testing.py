@@ -59,7 +59,9 @@ class FakeEngine:
         self.version = version
         self.dead = False
 
-    async def sample(self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str) -> Completion:
+    async def sample(
+        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
         """Return random tokens, each labelled with the version that was in place when it was sampled."""
         wanted = max(1, round(self._rng.lognormvariate(0.0, self._rates.sigma) * self._rates.mean_tokens))
         sampled, spans = TokenIds(), list[TokenSpan]()
