@@ -8,10 +8,12 @@ if __name__ == "sandbox":
 
 from asyncrl.sandbox.backends import SANDBOXES, open_backend, probe
 from asyncrl.sandbox.judge import Call, CallResult, run_calls, run_program
+from asyncrl.sandbox.self_test import AbuseResult, self_test
 from asyncrl.sandbox.settings import SandboxSettings
 
 __all__ = [
     "SANDBOXES",
+    "AbuseResult",
     "Call",
     "CallResult",
     "SandboxSettings",
@@ -19,4 +21,5 @@ __all__ = [
     "probe",
     "run_calls",
     "run_program",
+    "self_test",
 ]
