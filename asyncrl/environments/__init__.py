@@ -1,0 +1,11 @@
+"""Environments: what asks tasks and scores what came back. An import of this package starts nothing and loads none."""
+
+from asyncrl.environments.loading import EnvironmentSettings, load_environment, resolve_options
+
+__all__ = ["ENVIRONMENTS", "EnvironmentSettings", "load_environment", "resolve_options"]
+
+ENVIRONMENTS = {
+    "bugfix": "asyncrl.environments.bugfix:BugFixEnvironment",
+    "humanevalfix": "asyncrl.environments.humanevalfix:HumanEvalFixEnvironment",
+}
+"""Name -> "module:Class". Any other class is named by "module:Class" itself."""

@@ -1,0 +1,176 @@
+"""Bug-fix tasks of our own making: a small function with a bug, two examples, and hidden tests for the reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from asyncrl.environments.bugfix_tasks import HELD_OUT, TEMPLATES, build_task
+from asyncrl.environments.replies import extract_code
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import SandboxBackend, SandboxLimits
+from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
+from asyncrl.sandbox.judge import Call, CallResult, run_calls
+from asyncrl.tokens import ChatRenderer, Message
+from asyncrl.types import FinishReason, Task, TrajectoryStatus
+
+_LIMITS = SandboxLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * 2**20, max_pids=16)
+_CALL_TIMEOUT_S = 0.5  # the functions take microseconds; what takes longer does not end
+_TOLERANCE = 1e-9  # of floats: another order of operations is no mistake
+_SHOWN = 60  # characters of a value or error in the feedback; longer costs tokens and says no more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BugFixSettings(RolloutSettings):
+    """What is asked, and how a reply is paid.
+
+    reward = solved * (1 - rambling_penalty * rambling) + (1 - solved) * partial_weight * partial, from 0 to 1.
+    """
+
+    max_tokens: int = 48
+    partial_weight: float = 0.2
+    """Paid for all hidden tests that the unfixed code fails, where some still fail; 0 pays for solutions only."""
+    rambling_penalty: float = 0.0
+    """Taken from a solution whose reply did not end by itself within `max_tokens`."""
+    system: str = "You fix bugs in Python code."
+    """System message; empty leaves it to the model's template."""
+    stop_at_fence: bool = True
+    """Replies end with the closing fence, so that no tokens are sampled and trained on after the code."""
+    epochs: int = 0
+    """Times that each training function is asked before the tasks are used up; 0 never ends."""
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError for a value out of range."""
+        RolloutSettings.__post_init__(self)
+        for name in ("partial_weight", "rambling_penalty"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 <= value < 1):
+                raise ConfigError(f"{name} must be from 0 to below 1, got {value} ([environment.options])")
+        if self.epochs < 0:
+            raise ConfigError(f"epochs must be >= 0, got {self.epochs} ([environment.options])")
+
+
+class BugFixEnvironment(MultiTurnEnvironment):
+    """Asks for the fix of a small function, shows failing examples, and pays for hidden tests.
+
+    The agent's code runs only in sandboxes, a new one for each grading. An attempt that passes the visible examples is
+    taken as the answer; one that fails them is answered with what came back, while turns are left.
+    """
+
+    name = "bugfix"
+    settings_type = BugFixSettings
+
+    def __init__(
+        self, settings: BugFixSettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int = 0
+    ) -> None:
+        """`seed` gives the order of the functions, their bugs and their inputs; the split does not depend on it."""
+        super().__init__(
+            renderer=renderer,
+            tasks=TaskSource(lambda epoch: train_tasks(seed, epoch), seed=seed, epochs=settings.epochs),
+            held_out=held_out_tasks(seed),
+            settings=settings,
+        )
+        self.settings = settings
+        self._seed = seed
+        self.reply_prefix = "```python\n"
+        if settings.stop_at_fence:
+            self.stop_token_ids = renderer.token_ids_of("```")
+        self._sandboxes = sandboxes
+
+    def all_tasks(self) -> Sequence[Task]:
+        """Return every function with every bug, of both splits."""
+        seed = self._seed
+        return [build_task(t, bug, seed=seed) for t in TEMPLATES.values() for bug in range(len(t.bugs))]
+
+    def start(self, episode: Episode) -> Sequence[Message]:
+        """Return the prompt: what the function should do, two examples, and the code."""
+        user: Message = {"role": "user", "content": prompt(episode.task.data)}
+        return [{"role": "system", "content": self.settings.system}, user] if self.settings.system else [user]
+
+    async def step(self, episode: Episode, text: str) -> StepOutcome:
+        """Run the visible examples, and answer with the first that fails."""
+        data = episode.task.data
+        code = extract_code(text, data["function"])
+        episode.notes["code"] = code
+        if code is None:
+            episode.extras["malformed"] = episode.extras.get("malformed", 0) + 1
+        if len(episode.turns) == self.limits.max_turns:
+            grade = await self.grade(episode)
+            status = None if grade.parts["solved"] else TrajectoryStatus.TRUNCATED_TURNS
+            return StepOutcome(done=True, reward=grade.reward, reward_parts=grade.parts, status=status)
+        if code is None:
+            return _answer(f"There is no complete function {data['function']} in a python block.")
+        results = await run_tests(self._sandboxes, code, data, "visible")
+        for test, result in zip(data["visible"], results, strict=True):
+            if not result.passed:
+                return _answer(feedback(data["function"], test, result))
+        return StepOutcome(done=True)
+
+    async def accepts(self, task: Task, source: str, backend: SandboxBackend) -> bool:
+        """Return whether `source` passes all hidden tests in a sandbox of `backend`."""
+        return all(result.passed for result in await run_tests(backend, source, task.data, "hidden"))
+
+    async def grade(self, episode: Episode) -> Grade:
+        """Return the reward of the last attempt, from the hidden tests."""
+        data = episode.task.data
+        code = episode.notes.get("code")
+        passed = 0
+        if code is not None:
+            passed = sum(result.passed for result in await run_tests(self._sandboxes, code, data, "hidden"))
+        total, base = len(data["hidden"]), data["base_passed"]
+        solved = float(passed == total)
+        partial = max(0.0, (passed - base) / (total - base))
+        rambling = float(episode.turns[-1].completion.finish_reason is FinishReason.LENGTH)
+        reward = solved * (1 - self.settings.rambling_penalty * rambling)
+        reward += (1 - solved) * self.settings.partial_weight * partial
+        parts = {"solved": solved, "partial": partial, "rambling": rambling}
+        parts["malformed"] = float(episode.extras.get("malformed", 0))
+        return Grade(reward=reward, parts=parts)
+
+
+async def run_tests(backend: SandboxBackend, code: str, data: Mapping[str, Any], which: str) -> Sequence[CallResult]:
+    """Return a result per test of `data[which]`, "visible" or "hidden", from a new sandbox."""
+    calls = [Call(arguments=t["arguments"], expected=t["expected"], tolerance=_TOLERANCE) for t in data[which]]
+    return await run_calls(backend, code, data["function"], calls, limits=_LIMITS, call_timeout_s=_CALL_TIMEOUT_S)
+
+
+def train_tasks(seed: int, epoch: int) -> list[Task]:
+    """Return one task of each training function; bug and inputs differ from epoch to epoch."""
+    return [_pick(name, f"{seed}/{epoch}", seed * 1000 + epoch) for name in TEMPLATES if name not in HELD_OUT]
+
+
+def held_out_tasks(seed: int) -> list[Task]:
+    """Return one task of each held-out function; they do not depend on the seed, so that runs compare."""
+    del seed
+    return [build_task(TEMPLATES[name], 0, seed=0) for name in HELD_OUT]
+
+
+def _pick(name: str, key: str, seed: int) -> Task:
+    template = TEMPLATES[name]
+    return build_task(template, Random(f"{key}/{name}").randrange(len(template.bugs)), seed=seed)
+
+
+def prompt(data: Mapping[str, Any]) -> str:
+    """Return what the agent is asked."""
+    examples = "\n".join(f"{shown_call(data['function'], t)} == {t['expected']!r}" for t in data["visible"])
+    says = data["instruction"].replace("`", "")
+    return f"{says}\n{examples}\nThis is wrong:\n```python\n{data['source']}```\nCorrect it."
+
+
+def shown_call(function: str, test: Mapping[str, Any]) -> str:
+    """Return the Python text of a test's call."""
+    return f"{function}({', '.join(map(repr, test['arguments']))})"
+
+
+def feedback(function: str, test: Mapping[str, Any], result: CallResult) -> str:
+    """Return what the agent is told about a failed example."""
+    got = result.got or result.error
+    verb = "returned" if result.got else "failed:"
+    return f"{shown_call(function, test)} {verb} {got[:_SHOWN]}, expected {test['expected']!r}. Try again."
+
+
+def _answer(text: str) -> StepOutcome:
+    return StepOutcome(done=False, messages=[{"role": "user", "content": text}])

@@ -1,0 +1,109 @@
+"""Finds an environment by name and builds it with its own options."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Environment, SandboxBackend
+from asyncrl.rollout import RolloutSettings
+from asyncrl.tokens import ChatRenderer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSettings:
+    """Which environment asks the tasks.
+
+    Example:
+        >>> EnvironmentSettings(name="bugfix", options={"max_turns": 1}).options["max_turns"]
+        1
+    """
+
+    name: str = "bugfix"
+    """A name of the ENVIRONMENTS table, or "package.module:Class"."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The environment's own settings: the fields of its `settings_type`."""
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError for a name or an option that the environment does not have."""
+        resolve_options(self)
+
+
+def environment_class(name: str) -> Any:
+    """Return the class that `name` stands for. Raises ConfigError where there is none."""
+    # imported late: the table stands in the package that this module belongs to
+    from asyncrl.environments import ENVIRONMENTS
+
+    path = ENVIRONMENTS.get(name, name)
+    module_name, separator, attribute = path.partition(":")
+    if not separator:
+        nearest = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(ENVIRONMENTS)}"
+        raise ConfigError(f'unknown environment {name!r}; {hint} (or "package.module:Class") ([environment] name)')
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"environment {name!r}: {error} ([environment] name)") from error
+    found = getattr(module, attribute, None)
+    if not isinstance(found, type):
+        raise ConfigError(f"environment {name!r}: {module_name} has no class {attribute!r} ([environment] name)")
+    return found
+
+
+def resolve_options(settings: EnvironmentSettings) -> Any:
+    """Return the environment's own settings, its defaults filled in.
+
+    Raises: ConfigError naming the option, what was found and what is allowed.
+    """
+    kind = getattr(environment_class(settings.name), "settings_type", RolloutSettings)
+    hints, known = typing.get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in settings.options.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed: {', '.join(sorted(known))}"
+            raise ConfigError(
+                f"unknown option {key!r} of environment {settings.name!r}; {hint} ([environment.options])"
+            )
+        try:
+            values[key] = msgspec.convert(value, hints[key], dec_hook=_to_path)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{key} = {value!r}: {error} ([environment.options])") from error
+    missing = [
+        name
+        for name, f in known.items()
+        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"environment {settings.name!r} needs {', '.join(missing)} ([environment.options])")
+    return kind(**values)
+
+
+def load_environment(
+    settings: EnvironmentSettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int
+) -> Environment:
+    """Return the environment that `settings` name.
+
+    Its class is called with its settings, and `renderer`, `sandboxes` and `seed` by keyword. Raises: ConfigError.
+    """
+    options = resolve_options(settings)
+    environment = environment_class(settings.name)(options, renderer=renderer, sandboxes=sandboxes, seed=seed)
+    if not isinstance(environment, Environment):
+        wanted = "get_item, held_out, collect_trajectories, state, restore, aclose and name"
+        raise ConfigError(f"environment {settings.name!r} must have {wanted} ([environment] name)")
+    return environment
+
+
+def _to_path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"cannot read {kind.__name__}")

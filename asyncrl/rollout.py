@@ -1,0 +1,370 @@
+"""Multi-turn episodes: the loop between sampler and environment, and the one boundary where failures become data."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import trio
+
+from asyncrl.errors import BoundaryError, ConfigError, EngineError, EnvironmentFault, SandboxError
+from asyncrl.protocols import Sampler
+from asyncrl.tokens import ChatRenderer, Message, build_segments
+from asyncrl.types import Completion, FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus, Turn
+
+_STATUS_OF_ERROR: Mapping[type[BoundaryError], TrajectoryStatus] = {
+    EngineError: TrajectoryStatus.FAILED_ENGINE,
+    SandboxError: TrajectoryStatus.FAILED_SANDBOX,
+    EnvironmentFault: TrajectoryStatus.FAILED_ENVIRONMENT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """Limits of one episode."""
+
+    max_turns: int = 2
+    """Model calls."""
+    max_tokens: int = 64
+    """Sampled tokens of one turn."""
+    max_episode_tokens: int = 1024
+    """Of the whole sequence, prompts included; at most the engine's longest context."""
+    episode_timeout_s: float = 120.0
+    """From the first request, retries included; the episode is then graded as it stands."""
+    grading_timeout_s: float = 60.0
+    """Of the last grading alone; longer counts as a failed environment."""
+    max_retries: int = 1
+    """How often an episode that infrastructure ended is started again."""
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError for a value out of range."""
+        least = {"max_turns": 1, "max_tokens": 1, "max_episode_tokens": 2, "max_retries": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{name} must be >= {lowest}, got {getattr(self, name)} ([environment.options])")
+        for name in ("episode_timeout_s", "grading_timeout_s"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ConfigError(f"{name} must be > 0 and finite seconds, got {seconds} ([environment.options])")
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """What one running episode has seen; owned by the loop, read by the environment, which may keep notes on it."""
+
+    trajectory_id: str
+    task: Task
+    turns: list[Turn] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)
+    """The text of each completion, reply prefix included, special tokens left out."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """The environment's own."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Goes into the trajectory's extras. JSON-like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """What an episode is worth."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What the environment answers to one reply."""
+
+    done: bool
+    reward: float | None = None
+    """Of the whole episode, where `done`; None asks `grade` for it."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    status: TrajectoryStatus | None = None
+    """Where `done`; None is `completed`, or `truncated_length` where the last reply was cut at its limit."""
+    messages: Sequence[Message] = ()
+    """What the agent reads next, where not `done`."""
+
+
+@dataclass(slots=True)
+class Caught:
+    """What a `boundary` stopped."""
+
+    status: TrajectoryStatus | None = None
+    detail: str = ""
+
+
+@contextlib.asynccontextmanager
+async def boundary(*kinds: type[BoundaryError]) -> AsyncIterator[Caught]:
+    """Turn errors of `kinds` (default: engine, sandbox, environment) into the status they stand for.
+
+    Everything else leaves: it is a programmer's error, or a cancellation. An exception group is stopped only where all
+    its errors are of `kinds`; the first is then reported.
+    """
+    kinds = kinds or tuple(_STATUS_OF_ERROR)
+    caught = Caught()
+    try:
+        yield caught
+    except kinds as error:
+        _note(caught, error)
+    except BaseExceptionGroup as group:
+        matched, rest = group.split(kinds)
+        if rest is not None or matched is None:
+            raise
+        _note(caught, next(_leaves(matched)))
+
+
+def _note(caught: Caught, error: BaseException) -> None:
+    caught.status = next(status for kind, status in _STATUS_OF_ERROR.items() if isinstance(error, kind))
+    caught.detail = f"{type(error).__name__}: {error}"
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+class TaskSource:
+    """Tasks in shuffled epochs: the same seed gives the same order, from any saved position.
+
+    Example:
+        >>> source = TaskSource(lambda epoch: [Task(task_id="a", environment="demo")], seed=0, epochs=1)
+        >>> source.next().task_id
+        'a'
+    """
+
+    def __init__(self, tasks: Callable[[int], Sequence[Task]], *, seed: int, epochs: int = 0) -> None:
+        """`tasks` returns the tasks of an epoch (0, 1, ...), never none; 0 `epochs` never ends."""
+        self._tasks = tasks
+        self._seed = seed
+        self._epochs = epochs
+        self._epoch = 0
+        self._position = 0
+        self._order: list[Task] | None = None
+
+    def next(self) -> Task:
+        """Return the next task. Raises: StopIteration after the last epoch."""
+        if self._order is not None and self._position == len(self._order):
+            self._epoch, self._position, self._order = self._epoch + 1, 0, None
+        if self._epochs and self._epoch >= self._epochs:
+            raise StopIteration
+        if self._order is None:
+            self._order = list(self._tasks(self._epoch))
+            Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
+        task = self._order[self._position]
+        self._position += 1
+        return task
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs (JSON-like)."""
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after the task that was last returned before `state`."""
+        self._seed, self._epoch, self._position = state["seed"], state["epoch"], state["position"]
+        self._order = list(self._tasks(self._epoch))
+        Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
+
+
+class MultiTurnEnvironment(abc.ABC):
+    """An environment of turns: `start` asks, `step` answers each reply. Fulfils `asyncrl.protocols.Environment`.
+
+    Example:
+        >>> class Parrot(MultiTurnEnvironment):
+        ...     name = "parrot"
+        ...     def start(self, episode):
+        ...         return [{"role": "user", "content": "Say yes."}]
+        ...     async def step(self, episode, text):
+        ...         return StepOutcome(done=True, reward=float("yes" in text))
+    """
+
+    name: str
+    reply_prefix: str = ""
+    """How each reply begins: context that is put into the model's mouth, never trained on."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a reply besides the model's own end token; sampled, and trained on."""
+
+    def __init__(
+        self,
+        *,
+        renderer: ChatRenderer,
+        tasks: TaskSource,
+        held_out: Sequence[Task] = (),
+        settings: RolloutSettings | None = None,
+    ) -> None:
+        self.renderer = renderer
+        self.limits = settings or RolloutSettings()
+        self._tasks = tasks
+        self._held_out = tuple(held_out)
+
+    @abc.abstractmethod
+    def start(self, episode: Episode) -> Sequence[Message]:
+        """Return the messages that ask `episode.task`."""
+
+    @abc.abstractmethod
+    async def step(self, episode: Episode, text: str) -> StepOutcome:
+        """Answer the reply `text`, which is the last of `episode.replies`.
+
+        Raises: SandboxError, EnvironmentFault where infrastructure failed; the episode is then retried or masked.
+        """
+
+    async def grade(self, episode: Episode) -> Grade:
+        """Return what the episode is worth as it stands; asked where `step` gave no reward."""
+        return Grade(reward=0.0)
+
+    def get_item(self) -> Task:
+        """Return the next task to train on. Raises StopIteration when the tasks are used up."""
+        return self._tasks.next()
+
+    def held_out(self) -> Sequence[Task]:
+        """Return the tasks that are never trained on."""
+        return self._held_out
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the position in the tasks."""
+        return self._tasks.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._tasks.restore(state)
+
+    async def aclose(self) -> None:  # noqa: B027 - most environments hold nothing
+        """Release what the environment holds: nothing, here."""
+
+    async def collect_trajectories(
+        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+    ) -> Sequence[Trajectory]:
+        """Run and score `group_size` episodes concurrently; a failed one has a failure status and no reward."""
+        trajectories: dict[int, Trajectory] = {}
+
+        async def run(index: int) -> None:
+            trajectories[index] = await self._run_episode(task, sampler, f"{group_id}-{index}")
+
+        async with trio.open_nursery() as nursery:
+            for index in range(group_size):
+                nursery.start_soon(run, index)
+        return tuple(trajectories[index] for index in range(group_size))
+
+    async def _run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+        started = trio.current_time()
+        deadline = started + self.limits.episode_timeout_s
+        discarded, attempt = 0, 0
+        while True:
+            episode = Episode(trajectory_id=trajectory_id, task=task)
+            async with boundary() as caught:
+                outcome = await self._converse(episode, sampler, deadline)
+                return self._finish(episode, outcome, trio.current_time() - started, attempt, discarded)
+            assert caught.status is not None
+            discarded += sum(len(turn.completion.token_ids) for turn in episode.turns)
+            if attempt == self.limits.max_retries or trio.current_time() >= deadline:
+                break
+            attempt += 1
+        return Trajectory(
+            trajectory_id=trajectory_id,
+            task_id=task.task_id,
+            environment=self.name,
+            segments=(),
+            reward=None,
+            status=caught.status,
+            num_turns=len(episode.turns),
+            seconds=trio.current_time() - started,
+            detail=caught.detail,
+            extras={**episode.extras, "retries": attempt, "discarded_tokens": discarded},
+        )
+
+    async def _converse(self, episode: Episode, sampler: Sampler, deadline: float) -> StepOutcome:
+        # Returns an outcome that is done, with reward and status.
+        outcome: StepOutcome | None = None
+        with trio.move_on_at(deadline) as scope:
+            outcome = await self._take_turns(episode, sampler)
+        if scope.cancelled_caught or outcome is None:
+            if not episode.turns:
+                limit = self.limits.episode_timeout_s
+                raise EngineError(f"no completion arrived within {limit} s (episode_timeout_s)")
+            outcome = StepOutcome(done=True, status=TrajectoryStatus.TIMED_OUT)
+        if outcome.reward is None:
+            grade = await self._grade(episode)
+            outcome = StepOutcome(done=True, reward=grade.reward, reward_parts=grade.parts, status=outcome.status)
+        return outcome
+
+    async def _take_turns(self, episode: Episode, sampler: Sampler) -> StepOutcome:
+        context = self.renderer.start(self.start(episode), reply_prefix=self.reply_prefix)
+        num_tokens = 0
+        while True:
+            room = self.limits.max_episode_tokens - num_tokens - len(context)
+            if room <= 0:
+                if not episode.turns:
+                    limit = self.limits.max_episode_tokens
+                    raise EnvironmentFault(f"a prompt of {len(context)} tokens leaves no room below {limit}")
+                return StepOutcome(done=True, status=TrajectoryStatus.TRUNCATED_LENGTH)
+            completion = await self._sample(episode, sampler, context, min(room, self.limits.max_tokens))
+            num_tokens += len(context) + len(completion.token_ids)
+            outcome = await self.step(episode, episode.replies[-1])
+            if outcome.done:
+                return outcome
+            if len(episode.turns) >= self.limits.max_turns:
+                return StepOutcome(
+                    done=True,
+                    reward=outcome.reward,
+                    reward_parts=outcome.reward_parts,
+                    status=TrajectoryStatus.TRUNCATED_TURNS,
+                )
+            ended = bool(completion.token_ids) and completion.token_ids[-1] in self.renderer.end_token_ids
+            context = self.renderer.extend(outcome.messages, ended=ended, reply_prefix=self.reply_prefix)
+
+    async def _sample(self, episode: Episode, sampler: Sampler, context: TokenIds, max_tokens: int) -> Completion:
+        prompt = TokenIds()
+        for turn in episode.turns:
+            prompt += turn.context_token_ids
+            prompt += turn.completion.token_ids
+        prompt += context
+        completion = await sampler.sample(
+            prompt,
+            max_tokens=max_tokens,
+            trajectory_id=episode.trajectory_id,
+            stop_token_ids=self.stop_token_ids,
+        )
+        episode.turns.append(Turn(context_token_ids=context, completion=completion))
+        episode.replies.append(self.reply_prefix + self.renderer.decode(completion.token_ids))
+        return completion
+
+    async def _grade(self, episode: Episode) -> Grade:
+        with trio.move_on_after(self.limits.grading_timeout_s):
+            return await self.grade(episode)
+        raise EnvironmentFault(f"grading took longer than {self.limits.grading_timeout_s} s (grading_timeout_s)")
+
+    def _finish(
+        self, episode: Episode, outcome: StepOutcome, seconds: float, retries: int, discarded: int
+    ) -> Trajectory:
+        reasons = [turn.completion.finish_reason for turn in episode.turns]
+        status = outcome.status
+        if status is None:
+            cut = reasons[-1] is FinishReason.LENGTH
+            status = TrajectoryStatus.TRUNCATED_LENGTH if cut else TrajectoryStatus.COMPLETED
+        if outcome.reward is None or not math.isfinite(outcome.reward):
+            raise EnvironmentFault(f"the reward must be a finite number, got {outcome.reward}")
+        extras = dict(episode.extras)
+        if retries:
+            extras |= {"retries": retries, "discarded_tokens": discarded}
+        return Trajectory(
+            trajectory_id=episode.trajectory_id,
+            task_id=episode.task.task_id,
+            environment=self.name,
+            segments=build_segments(
+                episode.turns, end_token_ids=self.renderer.end_token_ids, vocab_size=self.renderer.vocab_size
+            ),
+            reward=float(outcome.reward),
+            status=status,
+            reward_parts=dict(outcome.reward_parts),
+            num_turns=len(episode.turns),
+            seconds=seconds,
+            truncated=FinishReason.LENGTH in reasons,
+            extras=extras,
+        )
