@@ -57,6 +57,8 @@ def prepare(directory: Path) -> Path:
         try:
             _convert(source, partial)
             _write_license(source, partial)
+            # safetensors makes its file readable by the owner alone; the others follow the umask.
+            (partial / "model.safetensors").chmod((partial / "config.json").stat().st_mode)
             partial.rename(directory)  # replaces an empty directory, and nothing else
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -84,7 +86,7 @@ def _is_prepared(directory: Path) -> bool:
     notice = directory / "NOTICE"
     if not notice.is_file() or not notice.read_text(encoding="utf-8").startswith(_MARK):
         raise ConfigError(
-            f"{directory} holds something else ({', '.join(sorted(present)[:3])}, ...);"
+            f"{directory} holds something else ({', '.join(sorted(present)[:3])});"
             " the model needs a new or empty directory"
         )
     missing = [name for name in _FILES if name not in present]
