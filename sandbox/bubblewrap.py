@@ -340,6 +340,10 @@ async def open_bubblewrap(settings: SandboxSettings, *, directory: Path) -> Asyn
             await _require_working(backend, settings.limits)
             yield backend
             nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) != 1:
+            raise
+        raise group.exceptions[0] from None  # the body's own: the nursery's tasks raise nothing
     finally:
         with trio.move_on_after(_CLOSE_GRACE_S, shield=True):
             await stream.aclose()

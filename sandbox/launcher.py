@@ -31,6 +31,7 @@ _REMOVE_TRIES = 200  # a group stays busy for some ms after its last process; at
 _KILL_GRACE_S = 10.0  # a process that is not gone by then hangs in the kernel; the sandbox is given up
 _FREE_PAGES = 4  # a write that filled the disk leaves a few pages that no further write would fit in
 _NOT_FOUND = 127  # as a shell says it
+_NOT_EXECUTABLE = 126
 _UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
 _NUM_UIDS = 60_000
 
@@ -102,6 +103,8 @@ class Command:
     """By descriptor; removed at its end."""
     outputs: tuple[Stream, Stream]
     status: int
+    init: int = -1
+    """Descriptor of the first process inside. It becomes readable when that and all others inside are gone."""
     stdin: int | None = None
     pending: bytes = b""
     status_text: bytes = b""
@@ -109,6 +112,7 @@ class Command:
     """The limit that made the launcher end it: "wall", "output" or "closed"."""
     exit_status: int | None = None
     cpu_s: float = 0.0
+    when_ended: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -143,13 +147,17 @@ class Launcher:
         """Answer requests until the owner is gone, then remove everything."""
         try:
             while self._running:
-                for key, _ in self._selector.select(self._next_deadline()):
-                    watched = self._selector.get_map().get(key.fd)
-                    if watched is not None and watched.data is key.data:  # not forgotten by one before it
-                        key.data()
-                self._end_late_commands()
+                self._step()
         finally:
             self._remove_everything()
+
+    def _step(self) -> None:
+        """Wait for something to happen, and handle it."""
+        for key, _ in self._selector.select(self._next_deadline()):
+            watched = self._selector.get_map().get(key.fd)
+            if watched is not None and watched.data is key.data:  # not forgotten by one before it
+                key.data()
+        self._end_late_commands()
 
     # --- the channel ------------------------------------------------------------------------------------------
 
@@ -165,6 +173,7 @@ class Launcher:
                 data = b""
             if not data:
                 self._running = False
+                self._selector.unregister(self._channel)
                 return
             self._incoming += data
         while (length := messages.frame_bytes(self._incoming)) is not None and len(self._incoming) >= length:
@@ -195,6 +204,8 @@ class Launcher:
         self._send(messages.encode({"id": request, **header}, blobs))
 
     def _send(self, data: bytes) -> None:
+        if not self._running:
+            return
         self._outgoing += data
         try:
             while self._outgoing:
@@ -202,8 +213,7 @@ class Launcher:
         except BlockingIOError:
             pass
         except ConnectionError:
-            self._running = False
-            return
+            self._outgoing.clear()  # the end of the channel is seen when it is read
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
         self._selector.modify(self._channel, events, self._on_channel)
 
@@ -296,8 +306,10 @@ class Launcher:
         self._forget_waiting(header["box"])
         box = self._boxes.get(header["box"])
         if box is not None and box.command is not None:
+            box.command.when_ended.append(partial(self._reply, request, {}))
             self._end(box.command, "closed")
-        self._reply(request, {})
+        else:
+            self._reply(request, {})
 
     def _read(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
         data = safe_files.read_file(self._box(header).directory, header["path"], header["max_bytes"])
@@ -317,14 +329,17 @@ class Launcher:
     def _close(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
         self._forget_waiting(header["box"])
         box = self._boxes.pop(header["box"], None)
-        if box is not None:
-            if box.command is not None:
-                command = box.command
-                self._end(command, "closed")
-                self._reap(command)
-                self._finish(command)
-            os.close(box.directory)
-            self._remove_box(box.name, box.path, box.group)
+        if box is None:
+            self._reply(request, {})
+        elif box.command is None:
+            self._discard(request, box)
+        else:
+            box.command.when_ended.append(partial(self._discard, request, box))
+            self._end(box.command, "closed")
+
+    def _discard(self, request: int, box: Box) -> None:
+        os.close(box.directory)
+        self._remove_box(box.name, box.path, box.group)
         self._reply(request, {})
 
     def _forget_waiting(self, name: str) -> None:
@@ -421,7 +436,9 @@ class Launcher:
                 os.setresuid(box.uid, box.uid, box.uid)
             os.execve(argv[0], argv, {})
         except BaseException as error:  # noqa: BLE001 - nothing may leave a forked child but its exit
-            os.write(2, f"launcher: {type(error).__name__}: {error}\n".encode(errors="replace"))
+            os.write(2, f"{error}\n".encode(errors="replace"))
+            if isinstance(error, OSError) and error.errno == errno.E2BIG:
+                os._exit(_NOT_EXECUTABLE)
         finally:
             os._exit(125)
 
@@ -459,8 +476,22 @@ class Launcher:
             self._forget(command.status)
             command.status = -1
             self._finish_if_ended(command)
+        elif command.init < 0 and (pid := _reported(command.status_text, "child-pid")) is not None:
+            self._watch_init(command, pid)
         self._starting.discard(command.pid)
         self._start_waiting()
+
+    def _watch_init(self, command: Command, pid: int) -> None:
+        try:
+            command.init = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return  # it has ended already
+        self._watch(command.init, selectors.EVENT_READ, partial(self._on_init_exit, command))
+
+    def _on_init_exit(self, command: Command) -> None:
+        self._forget(command.init)
+        command.init = -1
+        self._finish_if_ended(command)
 
     def _on_exit(self, command: Command) -> None:
         self._reap(command)
@@ -503,7 +534,7 @@ class Launcher:
         self._remove_dying()
 
     def _finish_if_ended(self, command: Command) -> None:
-        if command.exit_status is not None and not command.streams and command.status < 0:
+        if command.exit_status is not None and not command.streams and command.status < 0 and command.init < 0:
             self._finish(command)
 
     def _finish(self, command: Command, stuck: bool = False) -> None:
@@ -513,15 +544,17 @@ class Launcher:
         self._commands.remove(command)
         box = command.box
         box.command = None
-        for descriptor in (*command.streams, command.status, command.stdin):
+        for descriptor in (*command.streams, command.status, command.init, command.stdin):
             if descriptor is not None and descriptor >= 0:
                 self._forget(descriptor)
         counters = box.group.counters() if box.group is not None else cgroups.Counters()
         (stdout, cut), (stderr, cut_too) = command.outputs[0].result(), command.outputs[1].result()
         exit_code = _exit_code(command.status_text)
+        if exit_code is None and stderr.startswith(b"bwrap: execvp "):
+            exit_code = _NOT_FOUND  # nothing has run, so nobody else has written this
+        elif exit_code is None and command.exit_status == _NOT_EXECUTABLE << 8:
+            exit_code = _NOT_EXECUTABLE
         outcome, detail = self._outcome(command, counters, exit_code, stderr)
-        if outcome == "ok" and exit_code is None:
-            exit_code = _NOT_FOUND
         if stuck:
             outcome, detail = "infrastructure", "a process could not be killed"
         reply = {
@@ -535,6 +568,8 @@ class Launcher:
             "detail": detail,
         }
         self._reply(command.request, reply, (stdout, stderr))
+        for action in command.when_ended:
+            action()
         self._start_waiting()
 
     def _outcome(
@@ -550,8 +585,6 @@ class Launcher:
             return "pids", ""
         if command.ended_by == "wall":
             return "wall", ""
-        if exit_code is None and stderr.startswith(b"bwrap: execvp "):
-            return "ok", ""  # there is no such program; nothing else can have written this
         if exit_code is None:
             text = stderr.decode(errors="replace").strip()
             return "infrastructure", f"bubblewrap did not start the command: {text[-500:]}"
@@ -593,8 +626,8 @@ class Launcher:
         self._waiting.clear()
         for command in self._commands:
             self._end(command, "closed")
-        for command in self._commands:
-            self._reap(command)
+        while self._commands:
+            self._step()
         for box in self._boxes.values():
             self._remove_box(box.name, box.path, box.group)
         while self._dying:
@@ -617,10 +650,15 @@ def _exit_code(status: bytes) -> int | None:
 
     bubblewrap reports signal N as 128 + N, so a program that exits with such a code reads as ended by that signal.
     """
-    for line in status.splitlines():
-        code = json.loads(line).get("exit-code")
-        if code is not None:
-            return 128 - code if 128 < code <= 128 + signal.NSIG else int(code)
+    code = _reported(status, "exit-code")
+    return 128 - code if code is not None and 128 < code <= 128 + signal.NSIG else code
+
+
+def _reported(status: bytes, name: str) -> int | None:
+    """Return the number `name` from the whole lines of bubblewrap's report."""
+    for line in status.splitlines(keepends=True):
+        if line.endswith(b"\n") and (number := json.loads(line).get(name)) is not None:
+            return int(number)
     return None
 
 

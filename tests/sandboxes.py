@@ -1,0 +1,81 @@
+"""How the tests open real sandboxes, and find what one left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from asyncrl.protocols import SandboxBackend, SandboxLimits
+from asyncrl.sandbox import SandboxSettings, open_backend
+
+LIMITS = SandboxLimits(wall_s=20.0, memory_bytes=96 * 2**20, disk_bytes=8 * 2**20, max_files=256, max_pids=24)
+
+
+@functools.cache
+def cannot_sandbox() -> str:
+    """Return why this machine has no sandboxes, asked of the kernel and not of the code under test; empty if it has."""
+    tried = subprocess.run(["unshare", "--user", "--mount", "true"], capture_output=True, text=True, check=False)
+    return "" if tried.returncode == 0 else f"no user namespaces: {tried.stderr.strip()}"
+
+
+@functools.cache
+def has_groups() -> bool:
+    """Return whether control groups can be limited here, by the file system's own word."""
+    return any(os.access(path, os.W_OK) for path in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup/cgroup.subtree_control"))
+
+
+def settings(**changes: Any) -> SandboxSettings:
+    """Return settings that work on this machine."""
+    return SandboxSettings(**{"allow_weaker": not has_groups(), "limits": LIMITS, **changes})
+
+
+def with_backend(body: Callable[[SandboxBackend], Awaitable[None]], directory: Path, **changes: Any) -> None:
+    """Run `body` on an open backend, within a minute; skip where the machine has no sandboxes."""
+    if reason := cannot_sandbox():
+        pytest.skip(reason)
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with open_backend(settings(**changes), directory=directory) as backend:
+                await body(backend)
+
+    trio.run(main)
+
+
+def processes_with(text: str) -> list[int]:
+    """Return the processes whose command line holds `text`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if text.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def groups_of(owner_pid: int) -> list[Path]:
+    """Return the control groups that were made for process `owner_pid`."""
+    return sorted(Path("/sys/fs/cgroup").glob(f"**/asyncrl-{owner_pid}-*"))
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of `pid`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if int(parent) == pid:
+                found.append(int(entry.name))
+    return found
