@@ -17,8 +17,10 @@ FOUNDATION = ("asyncrl.types", "asyncrl.protocols", "asyncrl.errors")
 LAYERS = (
     ("asyncrl.__main__", "asyncrl.cli"),
     ("asyncrl.commands",),
+    ("asyncrl.bench",),
     # What a command puts around the loop: its files, its processes, who watches it.
     (
+        "asyncrl.preflight",
         "asyncrl.run_directory",
         "asyncrl.processes",
         "asyncrl.metrics",
