@@ -234,16 +234,17 @@ def _side_terms(p: Prepared, s: LossSettings, term: _Term) -> list[tuple[str, fl
 def _pairs(inputs: LossInputs, p: Prepared, s: LossSettings, record: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean over pairs [], and each pair's loss divided evenly over its active tokens [T]."""
     assert inputs.pairs is not None
-    losses = pair_losses(p, inputs.pairs, s.dpo_beta)
+    pairs = inputs.pairs.long().reshape(-1, 2)
+    losses = pair_losses(p, pairs, s.dpo_beta)
     given = inputs.num_pairs
     here = losses.new_tensor(float(len(losses)))
     count = here if given is None else torch.as_tensor(given, dtype=torch.float64, device=losses.device)
     record.mean("pair_loss", losses, torch.ones_like(losses, dtype=torch.bool))
     record.mean("pair_accuracy", (losses < 0.6931471805599453).double(), torch.ones_like(losses, dtype=torch.bool))
-    tokens_P = p.lengths[inputs.pairs.long()].sum(1).clamp(min=1.0)
+    tokens_P = p.lengths[pairs].sum(1).clamp(min=1.0)
     per_token_S = torch.zeros_like(p.lengths)
     for side in (0, 1):
-        per_token_S = per_token_S.index_add(0, inputs.pairs[:, side].long(), losses.detach() / tokens_P)
+        per_token_S = per_token_S.index_add(0, pairs[:, side], losses.detach() / tokens_P)
     return losses.sum() / count.clamp(min=1.0), torch.where(p.mask, p.segments.spread(per_token_S), 0.0)
 
 

@@ -210,21 +210,23 @@ def _check_shapes(inputs: LossInputs, num_tokens: int, num_sequences: int) -> No
             axis = "T" if name in per_token.split() else "S"
             raise ShapeError(f"{name} must be [{axis}] = {list(shape)}, got {list(tensor.shape)}")
     pairs = inputs.pairs
-    if pairs is not None:
+    if pairs is not None and pairs.numel():
         if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.is_floating_point():
             raise ShapeError(f"pairs must be integers [P, 2], got {pairs.dtype} {list(pairs.shape)}")
-        if pairs.numel() and not (int(pairs.min()) >= 0 and int(pairs.max()) < num_sequences):
+        if not (int(pairs.min()) >= 0 and int(pairs.max()) < num_sequences):
             raise ShapeError(
                 f"pairs must index the {num_sequences} sequences, got {int(pairs.min())}..{int(pairs.max())}"
             )
-    for name in ("policy_logprobs", "behaviour_logprobs", "advantages", "proximal_logprobs", "reference_logprobs"):
+    for name in ("policy_logprobs", *per_token.split(), "rewards"):
         tensor = getattr(inputs, name)
-        if tensor is not None and tensor.dtype not in (torch.float32, torch.float64):
+        if tensor is None or name in ("loss_mask", "observation_mask", "versions"):
+            continue
+        if tensor.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
                 f"{name} must be float32 or float64, got {tensor.dtype}: at 16 bits the spacing of a ratio near 1 "
                 "is wider than the clip bounds"
             )
     for name in ("versions", "group_index"):
         tensor = getattr(inputs, name)
-        if tensor is not None and tensor.is_floating_point():
+        if tensor is not None and tensor.numel() and tensor.is_floating_point():
             raise ConfigError(f"{name} must be integers, got {tensor.dtype}")

@@ -284,6 +284,8 @@ def _check_ranges(s: LossSettings) -> None:
 
 def _check_composition(s: LossSettings) -> None:
     """Raise ConfigError where the parts contradict each other."""
+    if s.objective == "kl" and s.kl_coef == 0.0:
+        raise ConfigError(f"loss {s.name!r}: kl_coef 0 leaves nothing to learn from")
     if s.objective != "policy":
         return
     reason = ""

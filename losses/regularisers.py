@@ -34,14 +34,15 @@ def reference_kl(prepared: Prepared, estimator: str) -> torch.Tensor:
 
 
 def pair_losses(prepared: Prepared, pairs: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return [P], -log sigmoid(beta ((pc - rc) - (pr - rr))) of sums over active tokens; chosen c, rejected r.
+    """Return [P] for `pairs` [P, 2] int64, -log sigmoid(beta ((pc - rc) - (pr - rr))).
 
+    Sums over the active tokens of the chosen (c) and the rejected (r) sequence, under policy and reference.
     The gradient vanishes as the margin grows. Source: DPO, arXiv:2305.18290.
     """
     assert prepared.reference is not None
     # float64 and one subtraction per token: a difference of two long sums can flip its sign in float32.
     margin_S = prepared.segments.sum(torch.where(prepared.mask, prepared.policy - prepared.reference, 0.0))
-    return -torch.nn.functional.logsigmoid(beta * (margin_S[pairs[:, 0].long()] - margin_S[pairs[:, 1].long()]))
+    return -torch.nn.functional.logsigmoid(beta * (margin_S[pairs[:, 0]] - margin_S[pairs[:, 1]]))
 
 
 def next_entropy_coef(

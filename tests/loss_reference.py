@@ -233,7 +233,7 @@ def sequence_log_ratio(sequence: list[Token], top: str = "policy", bottom: str =
 
 
 def per_sequence(batch: Batch, rows: Callable[[list[Token]], list[tuple[float, float]]]) -> Rows:
-    """`rows` returns loss and gradient for the active tokens; the gradient is that of the sequence's mean where shared."""
+    """Apply `rows`, which returns loss and gradient for the active tokens of one sequence."""
     losses, grads = [], []
     for sequence in batch.sequences:
         found = iter(rows(sequence))
@@ -277,7 +277,9 @@ def _prefixes(sequence: list[Token], on: list[int]) -> list[float]:
     return [math.fsum(differences[: k + 1]) for k in range(len(on))]
 
 
-def _straight(sequence: list[Token], on: list[int], logs: list[float], low: float, high: float) -> list[tuple[float, float]]:
+def _straight(
+    sequence: list[Token], on: list[int], logs: list[float], low: float, high: float
+) -> list[tuple[float, float]]:
     found = []
     for i, log in zip(on, logs, strict=True):
         x, gate = clamp(log)

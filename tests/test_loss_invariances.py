@@ -92,7 +92,9 @@ def test_metrics_of_microbatches_reduce_to_those_of_the_whole_batch() -> None:
     batch = hard_batch(14)
     for name in ("grpo", "ctpo", "cispo", "mis", "echo"):
         whole = finalise(evaluate(name, packed(batch)).metrics)
-        parts = [evaluate(name, packed(subset(batch, chosen))).metrics for chosen in ([0, 1, 2, 3], [4, 5], [6, 7, 8, 9])]
+        parts = [
+            evaluate(name, packed(subset(batch, chosen))).metrics for chosen in ([0, 1, 2, 3], [4, 5], [6, 7, 8, 9])
+        ]
         assert finalise(reduce(parts)) == pytest.approx(whole, rel=EXACT, nan_ok=True)
 
 
@@ -107,7 +109,9 @@ def test_a_slot_outside_the_masks_has_no_gradient(name: str) -> None:
 
 # --- on-policy --------------------------------------------------------------------------------------------------
 
-SURROGATES = sorted({*NAMES} - {"dpo", "sft", "rejection_sft", "opd", "echo"} - {n for n in NAMES if n.startswith("kl_")})
+SURROGATES = sorted(
+    {*NAMES} - {"dpo", "sft", "rejection_sft", "opd", "echo"} - {n for n in NAMES if n.startswith("kl_")}
+)
 
 
 def on_policy(batch: Batch) -> Batch:
