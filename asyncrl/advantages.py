@@ -44,7 +44,7 @@ def group_advantages(
         )
     if valid is not None and valid.shape != rewards.shape:
         raise ShapeError(f"valid must be [S] = {list(rewards.shape)}, got {list(valid.shape)}")
-    if group_index.is_floating_point():
+    if group_index.numel() and group_index.is_floating_point():
         raise ConfigError(f"group_index must be integers, got {group_index.dtype}")
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
     used = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
