@@ -71,7 +71,9 @@ class EnginePool:
         if failures:
             raise failures[0]
 
-    async def sample(self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str) -> Completion:
+    async def sample(
+        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
         """Return one completion; see `protocols.Sampler`. An engine that fails is passed over for this request.
 
         Raises: EngineError of the preferred engine, when none could answer.
@@ -81,7 +83,9 @@ class EnginePool:
         failure: EngineError | None = None
         for engine in sorted(order, key=lambda engine: bool(engine.broken)):
             try:
-                return await engine.sample(token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id)
+                return await engine.sample(
+                    token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+                )
             except EngineError as error:
                 failure = failure or error
         assert failure is not None

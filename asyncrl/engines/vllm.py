@@ -206,7 +206,7 @@ class VLLMEngine:
         await self._need("/init_weight_transfer_engine", init, needs)
         needs = "--worker-extension-cls asyncrl.weight_sync.vllm_engine.WorkerReport"
         await self._need("/collective_rpc", {"method": "asyncrl_weight_report"}, needs)
-        probe = self._body(TokenIds([0]), 1)
+        probe = self._body(TokenIds([0]), 1, ())
         await self._need("/inference/v1/generate", probe, "--enable-scale-out")
 
     async def _need(self, path: str, body: Mapping[str, Any], flag: str) -> None:
@@ -219,7 +219,9 @@ class VLLMEngine:
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
-    async def sample(self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str) -> Completion:
+    async def sample(
+        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
         """Return one completion; see `protocols.Sampler`. At most `max_tokens`, less where the context ends before.
 
         Raises: EngineError when the server fails, is too slow, or answers what cannot be right.
@@ -236,11 +238,11 @@ class VLLMEngine:
                     await self._open.wait()
                 if self._broken:
                     raise EngineError(f"{self.name} is out of service: {self._broken}")
-                completion = await self._ask(token_ids, min(max_tokens, room), trajectory_id)
+                completion = await self._ask(token_ids, min(max_tokens, room), trajectory_id, stop_token_ids)
                 if completion is not None:
                     return completion
 
-    def _body(self, token_ids: TokenIds, max_tokens: int) -> dict[str, Any]:
+    def _body(self, token_ids: TokenIds, max_tokens: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:
         return {
             "token_ids": list(token_ids),
             "stream": True,
@@ -252,20 +254,22 @@ class VLLMEngine:
                 "top_k": 0,
                 "logprobs": 0,
                 "ignore_eos": True,  # the end tokens are those given here, whatever the model's files say
-                "stop_token_ids": list(self._end_token_ids),
+                "stop_token_ids": [*self._end_token_ids, *stop_token_ids],
                 "detokenize": False,
                 "stream_interval": max_tokens + 1,
             },
         }
 
-    async def _ask(self, token_ids: TokenIds, max_tokens: int, trajectory_id: str) -> Completion | None:
+    async def _ask(
+        self, token_ids: TokenIds, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int]
+    ) -> Completion | None:
         """Return the completion, or None if the request was withdrawn before it had begun."""
         started = trio.current_time()
         with trio.CancelScope(deadline=started + self._settings.request_timeout_s) as scope:
             request = _Request(scope)
             self._sent.add(request)
             try:
-                choices = await self._stream(request, self._body(token_ids, max_tokens))
+                choices = await self._stream(request, self._body(token_ids, max_tokens, stop_token_ids))
                 completion = self._completion(choices, trio.current_time() - started)
                 self._completed += 1
                 self._tokens += len(completion.token_ids)
