@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from asyncrl.environments.bugfix_tasks import HELD_OUT, TEMPLATES, build_task
+from asyncrl.environments.bugfix_tasks import HARD, HELD_OUT, TEMPLATES, build_task
 from asyncrl.environments.replies import extract_code
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import SandboxBackend, SandboxLimits
@@ -39,6 +39,8 @@ class BugFixSettings(RolloutSettings):
     """System message; empty leaves it to the model's template."""
     stop_at_fence: bool = True
     """Replies end with the closing fence, so that no tokens are sampled and trained on after the code."""
+    hard: bool = False
+    """Whether the functions are asked too that a very small model hardly ever repairs."""
     epochs: int = 0
     """Times that each training function is asked before the tasks are used up; 0 never ends."""
 
@@ -69,7 +71,9 @@ class BugFixEnvironment(MultiTurnEnvironment):
         """`seed` gives the order of the functions, their bugs and their inputs; the split does not depend on it."""
         super().__init__(
             renderer=renderer,
-            tasks=TaskSource(lambda epoch: train_tasks(seed, epoch), seed=seed, epochs=settings.epochs),
+            tasks=TaskSource(
+                lambda epoch: train_tasks(seed, epoch, hard=settings.hard), seed=seed, epochs=settings.epochs
+            ),
             held_out=held_out_tasks(seed),
             settings=settings,
         )
@@ -137,9 +141,10 @@ async def run_tests(backend: SandboxBackend, code: str, data: Mapping[str, Any],
     return await run_calls(backend, code, data["function"], calls, limits=_LIMITS, call_timeout_s=_CALL_TIMEOUT_S)
 
 
-def train_tasks(seed: int, epoch: int) -> list[Task]:
+def train_tasks(seed: int, epoch: int, *, hard: bool = False) -> list[Task]:
     """Return one task of each training function; bug and inputs differ from epoch to epoch."""
-    return [_pick(name, f"{seed}/{epoch}", seed * 1000 + epoch) for name in TEMPLATES if name not in HELD_OUT]
+    left_out = {*HELD_OUT} if hard else {*HELD_OUT, *HARD}
+    return [_pick(name, f"{seed}/{epoch}", seed * 1000 + epoch) for name in TEMPLATES if name not in left_out]
 
 
 def held_out_tasks(seed: int) -> list[Task]:

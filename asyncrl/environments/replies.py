@@ -28,7 +28,8 @@ def _definitions(block: str, function: str) -> str | None:
         tree = _parse(block)
     if tree is None:
         return None
-    kept, found = [], False
+    kept: list[ast.stmt] = []
+    found = False
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             if found:
@@ -36,8 +37,13 @@ def _definitions(block: str, function: str) -> str | None:
             found = True
         elif not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)):
             continue
-        kept.append(ast.unparse(node))
-    return "\n".join(kept) + "\n" if found else None
+        kept.append(node)
+    if not found:
+        return None
+    try:
+        return "\n".join(map(ast.unparse, kept)) + "\n"
+    except RecursionError:
+        return None
 
 
 def _first_function(block: str, function: str) -> str:

@@ -282,11 +282,11 @@ TEMPLATES = (
         draw=lambda r: (r.sample(range(1, 30), r.randint(4, 5)),),
     ),
     Template(
-        name="concatenate",
-        says="Return list `a` followed by list `b`.",
-        code="def concatenate(a, b):\n    return a + b\n",
-        bugs=(("a + b", "b + a"), ("a + b", "a")),
-        draw=lambda r: (numbers(r, 1, 3), numbers(r, 1, 3)),
+        name="with_item",
+        says="Return the list with `item` added at its end.",
+        code="def with_item(items, item):\n    return items + [item]\n",
+        bugs=(("items + [item]", "[item] + items"), ("items + [item]", "items")),
+        draw=lambda r: (numbers(r, 1, 4), number(r)),
     ),
     Template(
         name="rotate",

@@ -1,0 +1,133 @@
+"""HumanEvalFix files: read by path, refused by line, graded by their own asserts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sandboxes import with_backend
+from scripted import ScriptedSampler, write_chat_files
+
+from asyncrl.environments.humanevalfix import HumanEvalFixEnvironment, HumanEvalFixSettings, read_tasks
+from asyncrl.environments.validate import validate
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import SandboxBackend
+from asyncrl.tokens import ChatRenderer
+from asyncrl.types import Trajectory, TrajectoryStatus
+
+
+def record(number: int = 0, **changes: Any) -> dict[str, Any]:
+    return {
+        "task_id": f"Python/{number}",
+        "declaration": "from typing import List\n\n\ndef total(numbers: List[int]) -> int:\n",
+        "canonical_solution": "    return sum(numbers)\n",
+        "buggy_solution": "    return sum(numbers) + 1\n",
+        "entry_point": "total",
+        "docstring": "Return the sum.\n>>> total([1, 2])\n3",
+        "test": "\ndef check(total):\n    assert total([1, 2]) == 3\n    assert total([]) == 0\n\ncheck(total)",
+        "example_test": "def check(total):\n    assert total([1, 2]) == 3, total([1, 2])\ncheck(total)\n",
+    } | changes
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    return ChatRenderer.load(write_chat_files(tmp_path_factory.mktemp("model")))
+
+
+def test_a_file_is_read_into_tasks(tmp_path: Path) -> None:
+    first, second = read_tasks(write(tmp_path / "f.jsonl", record(0), record(1)))
+    assert (first.task_id, second.task_id) == ("humanevalfix/Python/0", "humanevalfix/Python/1")
+    assert first.data["source"].endswith("return sum(numbers) + 1\n")
+    assert first.data["reference"].endswith("return sum(numbers)\n")
+    assert first.data["preamble"].strip() == "from typing import List"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 3 is not JSON"),
+        ("[]", r"line 3 must be a JSON object"),
+        (json.dumps(record(9, test=None)), r"line 3: test must be text"),
+        (json.dumps({"task_id": "x"}), r"line 3: declaration must be text"),
+        (json.dumps(record(9, entry_point="other")), r"line 3: declaration does not define 'other'"),
+        (json.dumps(record(0)), r"line 3: humanevalfix/Python/0 was there before"),
+    ],
+)
+def test_a_broken_line_is_refused_by_its_number(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path / "f.jsonl", record(0))
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_tasks(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_tasks(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ConfigError, match="holds no tasks"):
+        read_tasks(write(tmp_path / "f.jsonl"))
+
+
+def play(renderer: ChatRenderer, directory: Path, script: Callable[[str, int], str]) -> Trajectory:
+    found: list[Trajectory] = []
+    settings = HumanEvalFixSettings(path=write(directory / "f.jsonl", record()), held_out_percent=0)
+
+    async def body(backend: SandboxBackend) -> None:
+        environment = HumanEvalFixEnvironment(settings, renderer=renderer, sandboxes=backend)
+        sampler = ScriptedSampler(renderer, script)
+        task = environment.get_item()
+        found.extend(await environment.collect_trajectories(task, sampler, group_id="1", group_size=1))
+
+    with_backend(body, directory)
+    return found[0]
+
+
+@pytest.mark.slow
+def test_a_reply_need_not_repeat_the_imports(renderer: ChatRenderer, tmp_path: Path) -> None:
+    fixed = "def total(numbers: List[int]) -> int:\n    return sum(numbers)\n```"
+    trajectory = play(renderer, tmp_path, lambda trajectory_id, turn: fixed)
+    assert (trajectory.reward, trajectory.status) == (1.0, TrajectoryStatus.COMPLETED)
+
+
+@pytest.mark.slow
+def test_a_failing_example_is_shown_and_the_last_attempt_is_graded(renderer: ChatRenderer, tmp_path: Path) -> None:
+    def script(trajectory_id: str, turn: int) -> str:
+        return "def total(numbers):\n    return 4\n```"
+
+    trajectory = play(renderer, tmp_path, script)
+    assert (trajectory.reward, trajectory.num_turns) == (0.0, 2)
+    assert trajectory.status is TrajectoryStatus.TRUNCATED_TURNS
+    assert "The examples fail: AssertionError: 4" in renderer.decode(trajectory.segments[0].token_ids)
+
+
+@pytest.mark.slow
+def test_leaving_early_is_not_passing(renderer: ChatRenderer, tmp_path: Path) -> None:
+    leaving = "def total(numbers):\n    raise SystemExit(0)\n```"
+    assert play(renderer, tmp_path, lambda trajectory_id, turn: leaving).reward == 0.0
+
+
+@pytest.mark.slow
+def test_tasks_that_cannot_be_trained_on_are_told_apart(renderer: ChatRenderer, tmp_path: Path) -> None:
+    good = record(0)
+    passes_unfixed = record(1, buggy_solution=good["canonical_solution"] + "    # unchanged\n")
+    never_passes = record(2, canonical_solution="    return 7\n")
+    settings = HumanEvalFixSettings(path=write(tmp_path / "f.jsonl", good, passes_unfixed, never_passes))
+
+    async def body(backend: SandboxBackend) -> None:
+        environment = HumanEvalFixEnvironment(settings, renderer=renderer, sandboxes=backend)
+        seen: list[str] = []
+        verdicts = await validate(environment, backend, report=lambda verdict: seen.append(verdict.task_id))
+        assert [verdict.good for verdict in verdicts] == [True, False, False]
+        assert verdicts[1].problems == ("the unfixed code passes",)
+        assert verdicts[2].problems == ("the reference passes 0 of 3 times",)
+        assert sorted(seen) == [verdict.task_id for verdict in verdicts]
+
+    with_backend(body, tmp_path)
