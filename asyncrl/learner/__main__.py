@@ -1,0 +1,31 @@
+"""`python -m asyncrl.learner --fd N --settings FILE.json`: the learner process, started by the orchestrator."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.learner", description="Steps the optimizer of one run.")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket that carries asyncrl.wire frames")
+    parser.add_argument("--settings", type=Path, required=True, help="JSON file that describes the job")
+    arguments = parser.parse_args()
+    # Read once, when the OpenMP library is loaded with torch. A thread that spins at a barrier takes the core from
+    # the engine and the sandboxes that share this machine: measured here, 5 to 20 times slower for everyone.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    from asyncrl.learner.process import exit_on_terminate, serve
+
+    exit_on_terminate()
+    with socket.socket(fileno=arguments.fd) as stream:
+        return serve(stream, arguments.settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

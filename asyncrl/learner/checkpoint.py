@@ -1,0 +1,139 @@
+"""The learner's part of a checkpoint directory, fsynced file by file.
+
+model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is
+learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, updates)
+
+Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no code when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.optimizer import Optimizer
+from asyncrl.types import PolicyVersion
+
+MODEL = "model"
+LEARNER = "learner"
+_WEIGHTS = "model.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+_RANDOM = "rng.safetensors"
+_STATE = "state.json"
+_FORMAT = 1
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+"""Of the model directory everything else is copied: configuration, tokenizer, chat template, license."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerState:
+    """What `load` found."""
+
+    version: PolicyVersion
+    updates: int
+    optimizer: Mapping[str, torch.Tensor]
+    random: Mapping[str, torch.Tensor]
+
+
+def save(
+    directory: Path,
+    *,
+    source: Path,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    version: PolicyVersion,
+) -> dict[str, int]:
+    """Write model and learner below `directory`; return file name -> bytes once all of it is on the disk.
+
+    source: the model directory whose configuration and tokenizer are copied. weights: as published to the engines.
+    Raises: CheckpointError naming the file that could not be written.
+    """
+    model, learner = directory / MODEL, directory / LEARNER
+    try:
+        model.mkdir()
+        learner.mkdir()
+        for path in sorted(source.iterdir()):
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                shutil.copyfile(path, model / path.name)
+        _save_tensors(weights, model / _WEIGHTS)
+        _save_tensors(optimizer.state(), learner / _OPTIMIZER)
+        _save_tensors(_random_state(), learner / _RANDOM)
+        state = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
+        (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        written = [path for folder in (model, learner) for path in sorted(folder.iterdir())]
+        for path in (*written, model, learner, directory):
+            _fsync(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
+    return {str(path.relative_to(directory)): path.stat().st_size for path in written}
+
+
+def load(directory: Path) -> LearnerState:
+    """Return the learner's state in the checkpoint `directory`. Raises: CheckpointError naming what is missing."""
+    learner = directory / LEARNER
+    path = learner / _STATE
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {directory}: {path.relative_to(directory)} is missing")
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"checkpoint {directory}: {path.relative_to(directory)} is broken: {error}") from None
+    if state.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {state.get('format')!r}; this version of asyncrl reads {_FORMAT}")
+    return LearnerState(
+        version=int(state["version"]),
+        updates=int(state["updates"]),
+        optimizer=_load_tensors(learner / _OPTIMIZER, directory),
+        random=_load_tensors(learner / _RANDOM, directory),
+    )
+
+
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the model's tensors of a checkpoint by name. Raises: CheckpointError."""
+    return _load_tensors(directory / MODEL / _WEIGHTS, directory)
+
+
+def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Set torch's generators to what `save` wrote."""
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path, metadata={"format": "pt"})
+
+
+def _load_tensors(path: Path, directory: Path) -> dict[str, torch.Tensor]:
+    name = path.relative_to(directory)
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {directory}: {name} is missing")
+    try:
+        return dict(load_file(path))
+    except SafetensorError as error:
+        raise CheckpointError(f"checkpoint {directory}: {name} is broken: {error}") from None
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

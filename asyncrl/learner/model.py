@@ -1,0 +1,123 @@
+"""The policy: a Hugging Face causal language model that reads token trees and gives log-probs.
+
+Any architecture that goes through transformers' attention interface with plain causal attention is taken; one with
+sliding windows or soft-capped logits is refused, because the tree attention and the chunked head compute neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner import attention
+from asyncrl.learner.head import logprobs_and_entropy
+from asyncrl.packing import Microbatch, unpack
+
+_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "logit_scale")
+
+
+class PolicyModel:
+    """A causal language model in one dtype on one device."""
+
+    def __init__(self, model: torch.nn.Module, *, temperature: float, head_dtype: torch.dtype | None) -> None:
+        self.model = model
+        self.temperature = temperature
+        self._head_dtype = head_dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head."""
+        return int(self.model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers; tied embeddings count once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def tensors(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters by their name in the checkpoint; tied embeddings once."""
+        return dict(self.model.named_parameters())
+
+    def logprobs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([T_m] policy log-probs, [T_m] entropy) in nats, 0.0 where no token is scored; differentiable."""
+        hidden = self.model.get_decoder()(  # type: ignore[operator]
+            input_ids=microbatch.tree_token_ids.unsqueeze(0),
+            position_ids=microbatch.tree_position_ids.unsqueeze(0),
+            use_cache=False,
+            blocks=microbatch.blocks,
+        ).last_hidden_state[0]
+        head = self.model.get_output_embeddings().weight  # type: ignore[operator]
+        logprobs, entropy = logprobs_and_entropy(
+            hidden.index_select(0, microbatch.predict_slot),
+            head,
+            microbatch.target_ids,
+            temperature=self.temperature,
+            logits_dtype=self._head_dtype or head.dtype,
+        )
+        return unpack(microbatch, logprobs), unpack(microbatch, entropy)
+
+
+def load_model(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    temperature: float = 1.0,
+    head_dtype: torch.dtype | None = torch.float32,
+    gradient_checkpointing: bool = False,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> PolicyModel:
+    """Return the model in `directory`; `weights` replace its own, name by name.
+
+    Raises: ConfigError where there are no weights, or the architecture needs what the learner does not compute.
+    """
+    check_directory(directory)
+    attention.register()
+    config = AutoConfig.from_pretrained(directory)
+    _check_architecture(config, directory)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
+    )
+    model = torch.nn.Module.to(model, device)
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ConfigError(f"{directory}: the LM head has a bias, which the learner does not compute")
+    if weights is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers checkpoints in training mode only
+    else:
+        model.eval()  # no dropout of any kind: a second forward gives the same numbers
+    return PolicyModel(model, temperature=temperature, head_dtype=head_dtype)
+
+
+def check_directory(directory: Path) -> None:
+    """Raise ConfigError unless `directory` holds a configuration and safetensors weights."""
+    if not directory.is_dir():
+        raise ConfigError(f"the model directory {directory} does not exist ([model])")
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"the model directory {directory} has no config.json ([model])")
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"the model directory {directory} has no weights (*.safetensors) ([model])")
+
+
+def _check_architecture(config: Any, directory: Path) -> None:
+    for name in _UNSUPPORTED:
+        if getattr(config, name, None):
+            raise ConfigError(f"{directory}: its architecture uses {name}, which the learner does not compute")
+    windows = getattr(config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in windows) or (
+        not windows and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    ):
+        raise ConfigError(f"{directory}: some of its layers do not attend to all that went before; not supported")

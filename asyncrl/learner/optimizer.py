@@ -1,0 +1,136 @@
+"""AdamW on master weights of float32, beside the copy that the model computes with.
+
+Gradients of microbatches are added in the master's dtype as soon as the backward pass has made them, so a low-precision
+sum never exists and the model's own `.grad` is freed at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.settings import LearnerSettings
+
+
+class Optimizer:
+    """Master weights, moments and summed gradients, by the parameter's name in the checkpoint."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        settings: LearnerSettings,
+        *,
+        masters: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._parameters = dict(parameters)
+        self.updates = 0
+        """Optimizer steps that changed the weights: the warmup counts these, not the skipped ones."""
+        self.masters: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._hooks = []
+        for name, parameter in self._parameters.items():
+            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            source = parameter.detach() if masters is None else masters[name]
+            self.masters[name] = source.to(device=parameter.device, dtype=wide, copy=True)
+            if masters is not None:
+                with torch.no_grad():
+                    parameter.copy_(self.masters[name])
+            self._sums[name] = torch.zeros_like(self.masters[name])
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_Adder(self._sums[name])))  # type: ignore[no-untyped-call]
+        matrices = [name for name, master in self.masters.items() if master.dim() > 1]
+        others = [name for name, master in self.masters.items() if master.dim() <= 1]
+        self._names = matrices + others
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": [self.masters[name] for name in matrices], "weight_decay": settings.weight_decay},
+                {"params": [self.masters[name] for name in others], "weight_decay": 0.0},
+            ],
+            lr=settings.learning_rate,
+            betas=settings.adam_betas,
+            eps=settings.adam_eps,
+            fused=True,
+        )
+
+    def learning_rate(self, scale: float = 1.0) -> float:
+        """Return the next step's learning rate, warmup included."""
+        warmup = self._settings.warmup_steps
+        share = 1.0 if warmup == 0 else min(1.0, (self.updates + 1) / warmup)
+        return self._settings.learning_rate * share * scale
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the summed gradients by name; `step` and `discard` empty them."""
+        return dict(self._sums)
+
+    def gradient_norm(self) -> float:
+        """Return the global norm of the summed gradients, nan or inf if any of them is."""
+        norms = torch._foreach_norm(list(self._sums.values()))
+        return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
+
+    def step(self, norm: float, *, scale: float = 1.0) -> None:
+        """Apply the summed gradients, whose global norm is `norm`, and empty the sums."""
+        assert math.isfinite(norm)
+        limit = self._settings.max_grad_norm
+        if limit and norm > limit:
+            torch._foreach_mul_(list(self._sums.values()), limit / norm)
+        for group in self._adam.param_groups:
+            group["lr"] = self.learning_rate(scale)
+        for name, master in self.masters.items():
+            master.grad = self._sums[name]
+        self._adam.step()
+        for master in self.masters.values():
+            master.grad = None
+        self.updates += 1
+        self._copy_to_model()
+        self.discard()
+
+    def discard(self) -> None:
+        """Empty the sums."""
+        torch._foreach_zero_(list(self._sums.values()))
+
+    def _copy_to_model(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._parameters.values()), [self.masters[name] for name in self._parameters])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return masters and moments as flat names for a safetensors file: "master.NAME", "exp_avg.NAME", ..."""
+        found = {f"master.{name}": master for name, master in self.masters.items()}
+        for name in self._names:
+            for key, value in self._adam.state.get(self.masters[name], {}).items():
+                found[f"{key}.{name}"] = value
+        return found
+
+    def restore(self, state: Mapping[str, torch.Tensor], *, updates: int) -> None:
+        """Go on from what `state` returned. Raises: CheckpointError naming what is missing or of another shape."""
+        for name, master in self.masters.items():
+            found = state.get(f"master.{name}")
+            if found is None or found.shape != master.shape:
+                what = "is missing" if found is None else f"has shape {list(found.shape)}, not {list(master.shape)}"
+                raise CheckpointError(f"the optimizer's state: master weight {name} {what}")
+            master.copy_(found)
+            if updates:
+                moments: dict[str, Any] = {}
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    value = state.get(f"{key}.{name}")
+                    if value is None:
+                        raise CheckpointError(f"the optimizer's state: {key} of {name} is missing")
+                    moments[key] = value.to(value.device if key == "step" else master.device)
+                self._adam.state[master] = moments
+        self.updates = updates
+        self._copy_to_model()
+
+
+class _Adder:
+    """Adds a parameter's gradient into a sum and frees it."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self._total = total
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._total.add_(parameter.grad)
+        parameter.grad = None

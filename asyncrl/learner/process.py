@@ -1,0 +1,179 @@
+"""The learner as a process: one request at a time over an inherited socket, until the socket closes.
+
+It knows no trio and starts no thread. SIGTERM and the end of the socket both let it remove what it published.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from asyncrl import wire
+from asyncrl.errors import ConfigError
+from asyncrl.learner import checkpoint
+from asyncrl.learner.model import PolicyModel, load_model
+from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.settings import LearnerJob, read_job
+from asyncrl.learner.step import Stepper
+from asyncrl.protocols import WeightPublisher
+from asyncrl.weight_sync import TRANSPORTS
+
+
+class Learner:
+    """Model, optimizer and publisher of one job."""
+
+    def __init__(self, job: LearnerJob) -> None:
+        settings = job.learner
+        torch.manual_seed(settings.seed)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self._job = job
+        device = _device(settings.device)
+        dtype = getattr(torch, settings.dtype)
+        loss = settings.resolved_loss
+        resumed = Path(job.resume_from) if job.resume_from else None
+        state = checkpoint.load(resumed) if resumed else None
+        self._model = self._load(job.model, dtype, device, checkpointing=settings.gradient_checkpointing)
+        self._optimizer = Optimizer(self._model.tensors(), settings)
+        if state is not None:
+            self._optimizer.restore(state.optimizer, updates=state.updates)
+            checkpoint.restore_random_state(state.random)
+        needs_reference = loss.kl_coef > 0 or loss.objective == "kl"
+        self._stepper = Stepper(
+            self._model,
+            self._optimizer,
+            settings,
+            max_off_policyness=job.max_off_policyness,
+            reference=self._load(job.model, dtype, device, frozen=True) if needs_reference else None,
+            version=state.version if state else 0,
+        )
+        self._publisher = _publisher(job)
+
+    def _load(
+        self, path: Path, dtype: torch.dtype, device: torch.device, *, frozen: bool = False, checkpointing: bool = False
+    ) -> PolicyModel:
+        model = load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            temperature=self._job.temperature,
+            head_dtype=torch.float32 if self._job.learner.head_dtype == "float32" else None,
+            gradient_checkpointing=checkpointing,
+        )
+        if frozen:
+            model.model.requires_grad_(False)
+        return model
+
+    def hello(self) -> wire.Hello:
+        """Return the first message of a learner that is ready."""
+        return wire.Hello(
+            version=self._stepper.version,
+            num_parameters=self._model.num_parameters,
+            vocab_size=self._model.vocab_size,
+        )
+
+    def answer(self, request: Any) -> wire.Message:
+        """Carry out one request and return its reply."""
+        match request:
+            case wire.StepRequest():
+                scale = request.learning_rate_scale
+                return wire.StepReply(result=self._stepper.step(request.groups, learning_rate_scale=scale))
+            case wire.PublishRequest():
+                return wire.PublishReply(manifest=self._publisher.publish(self._weights(), self._stepper.version))
+            case wire.SaveRequest():
+                return wire.SaveReply(files=self._save(Path(request.directory)))
+            case wire.ShutdownRequest():
+                self.close()
+                return wire.ShutdownReply()
+        raise AssertionError(f"not a request: {request!r}")
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that engines load, in the dtype that the model computes with."""
+        return {name: parameter.detach() for name, parameter in self._model.tensors().items()}
+
+    def _save(self, directory: Path) -> dict[str, int]:
+        return checkpoint.save(
+            directory,
+            source=self._job.model,
+            weights=self._weights(),
+            optimizer=self._optimizer,
+            version=self._stepper.version,
+        )
+
+    def close(self) -> None:
+        """Remove what was published. May be called twice."""
+        self._publisher.close()
+
+
+def serve(stream: socket.socket, settings_path: Path) -> int:
+    """Answer requests until the socket closes or one fails; return the exit code.
+
+    What fails is sent as a Failure and printed with its traceback. Nothing published is left behind in any case.
+    """
+    with _Failures(stream) as failures, closing(Learner(read_job(settings_path))) as learner:
+        wire.send(stream, learner.hello())
+        while (request := wire.receive(stream, wire.Request)) is not None:
+            reply = learner.answer(request)
+            wire.send(stream, reply)
+            if isinstance(reply, wire.ShutdownReply):
+                break
+    return failures.exit_code
+
+
+class _Failures:
+    """Turns an exception into a Failure message and exit code 1; a closed socket is an ordinary end."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self.exit_code = 0
+
+    def __enter__(self) -> _Failures:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or isinstance(error, (EOFError, BrokenPipeError, ConnectionResetError)):
+            return True
+        if not isinstance(error, Exception):
+            return False
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        self.exit_code = 1
+        try:
+            wire.send(self._stream, wire.Failure(kind=type(error).__name__, message=str(error)))
+        except OSError:
+            print("the orchestrator is gone: nobody was told of this failure", file=sys.stderr)
+        return True
+
+
+def exit_on_terminate() -> None:
+    """Make SIGTERM leave by the same way as an error does, so that what was published is removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device ([learner])")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _publisher(job: LearnerJob) -> WeightPublisher:
+    module, _, name = TRANSPORTS[job.weight_sync.transport].partition(":")
+    make: Callable[..., WeightPublisher] = getattr(importlib.import_module(module), name)
+    options = {"directory": job.weight_sync.directory} if job.weight_sync.directory != Path("") else {}
+    return make(run_id=job.run_id, **options)

@@ -1,0 +1,147 @@
+"""Settings of the learner, and the job that its process is given. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.losses import resolve
+from asyncrl.losses.presets import BASELINES, SCALES, LossSettings
+from asyncrl.weight_sync.settings import WeightSyncSettings
+
+DTYPES = ("bfloat16", "float32", "float64")
+DEVICES = ("auto", "cpu", "cuda")
+HEAD_DTYPES = ("float32", "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """How the weights are updated.
+
+    Example:
+        >>> LearnerSettings(loss="gspo", loss_settings={"clip_high": 4e-3}).resolved_loss.clip_high
+        0.004
+    """
+
+    loss: str = "dapo"
+    """A name of `asyncrl.losses.LOSSES`, or "package.module:function"."""
+    loss_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Put over the loss's own defaults."""
+    baseline: str = "mean"
+    """What an advantage is relative to, inside its group: "mean", "leave_one_out" or "none"."""
+    scale: str = "group_std"
+    """What an advantage is divided by: "none", "group_std", "batch_std" or "group_mean"."""
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0; constant after."""
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled, on matrices only: norms and biases are left alone."""
+    max_grad_norm: float = 1.0
+    """Global norm to which gradients are clipped, over the whole batch; 0 clips nothing."""
+    microbatch_tokens: int = 2048
+    """Tokens that one forward reads, shared prefixes counted once; bounds the activations in memory."""
+    share_prefixes: bool = True
+    """Read what segments of one microbatch begin with only once. The result is the same within rounding."""
+    dtype: str = "bfloat16"
+    """Of the forward and backward pass; masters, moments and sums of gradients are float32 (float64 for float64)."""
+    head_dtype: str = "float32"
+    """Of the LM head's product in the forward pass: "float32", or "model" for `dtype`, which is faster and rounds."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
+    threads: int = 0
+    """CPU threads; 0 takes one a core."""
+    seed: int = 0
+    """Of the learner's own random state."""
+    device: str = "auto"
+    """"auto" takes CUDA where there is one."""
+
+    @property
+    def resolved_loss(self) -> LossSettings:
+        """The loss with its settings, checked."""
+        return resolve(self.loss, **self.loss_settings)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, by the setting's name."""
+        for name, allowed in (
+            ("baseline", BASELINES),
+            ("scale", SCALES),
+            ("dtype", DTYPES),
+            ("head_dtype", HEAD_DTYPES),
+            ("device", DEVICES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r} ([learner])"
+                )
+        for name, least, unit in (
+            ("warmup_steps", 0, "optimizer steps"),
+            ("microbatch_tokens", 1, "tokens"),
+            ("threads", 0, "threads"),
+            ("weight_decay", 0.0, ""),
+            ("max_grad_norm", 0.0, ""),
+            ("learning_rate", 0.0, ""),
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise ConfigError(f"{name} must be >= {least} {unit}".rstrip() + f", got {value} ([learner])")
+        if not self.adam_eps > 0:
+            raise ConfigError(f"adam_eps must be > 0, got {self.adam_eps} ([learner])")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ConfigError(f"adam_betas must lie in [0, 1), got {list(self.adam_betas)} ([learner])")
+        loss = self.resolved_loss
+        if loss.advantage == "teacher" or loss.objective == "pairs":
+            needs = "a teacher model" if loss.advantage == "teacher" else "preference pairs"
+            raise ConfigError(f"loss {self.loss!r} needs {needs}, which the learner cannot provide ([learner])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerJob:
+    """Everything that a learner process is told; read from the JSON file that `--settings` names."""
+
+    model: Path
+    """Model directory in Hugging Face form: the starting weights, and the frozen reference of a KL term."""
+    run_id: str
+    """Names what is published."""
+    resume_from: str = ""
+    """Checkpoint directory with `model/` and `learner/` inside, or empty."""
+    temperature: float = 1.0
+    """That the tokens are sampled at; log-probs are taken after dividing the logits by it."""
+    max_off_policyness: int = 0
+    """Optimizer steps; checked again on every trained token."""
+    weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, by the setting's name."""
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(f"temperature must be > 0, got {self.temperature}")
+        if self.max_off_policyness < 0:
+            raise ConfigError(f"max_off_policyness must be >= 0 optimizer steps, got {self.max_off_policyness}")
+
+
+def read_job(path: Path) -> LearnerJob:
+    """Return the job in a JSON file. Raises ConfigError naming the file and the setting."""
+    try:
+        table = msgspec.json.decode(path.read_bytes())
+        unknown = sorted(set(table) - set(LearnerJob.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(f"{path}: unknown setting {unknown[0]!r}")
+        return msgspec.convert(table, LearnerJob, dec_hook=_path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"cannot read a {kind.__name__} from {value!r}")

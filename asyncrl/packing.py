@@ -1,0 +1,370 @@
+"""Groups to flat tensors, and flat tensors to microbatches that read every shared prefix once.
+
+Legend: `T` tokens of the batch's segments laid end to end, `S` segments, `N` slots of a microbatch's tree (each token
+of a shared prefix has one slot), `P` predictions that need the LM head, `R` rows of one attention block, `L` queries
+of a row, `K` keys of a row.
+
+A microbatch is a token trie: segments are sorted, and each one adds slots only for what follows its longest common
+prefix with the segment before it. So a prompt is forwarded once per group instead of once per completion, a system
+prompt that groups share once per microbatch, and equal completions once in all. A segment is the list of its slots;
+attention is causal along that list, whatever else lies between the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from asyncrl.errors import ShapeError, StalenessError
+from asyncrl.types import PolicyVersion, Segment
+
+_QUERY_BLOCK = 128  # queries a row; longer rows waste the upper triangle, shorter ones repeat more gathers
+_PADDING_ALLOWANCE = 1.25  # rows share a block while padded score elements stay below this multiple of the real ones
+_BLOCK_ELEMENTS = 1 << 19  # score elements a head and block; bounds the memory of one attention block
+
+_Record = TypeVar("_Record", "Batch", "AttentionBlock", "Microbatch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one optimizer step eats: the segments of all trajectories that carry a reward, laid end to end.
+
+    Example:
+        >>> from asyncrl.types import Logprobs, Segment, TokenIds, TokenSpan
+        >>> segment = Segment(token_ids=TokenIds([5, 7, 9]), loss_mask=bytes([0, 1, 1]), spans=(
+        ...     TokenSpan(start=1, end=3, version=4),), behaviour_logprobs=Logprobs([0.0, -0.5, -0.25]))
+        >>> lay_out([segment], trajectory_index=[0], group_index=[0], advantages=[1.0], rewards=[1.0]).versions.tolist()
+        [-1, 4, 4]
+    """
+
+    token_ids: torch.Tensor
+    """[T] int64."""
+    position_ids: torch.Tensor
+    """[T] int64; position of the token in its own segment."""
+    loss_mask: torch.Tensor
+    """[T] bool; True where the token is trained on."""
+    observation_mask: torch.Tensor
+    """[T] bool; True for tokens that the environment put after the first sampled token."""
+    behaviour_logprobs: torch.Tensor
+    """[T] float32, nats; 0.0 where `loss_mask` is False."""
+    advantages: torch.Tensor
+    """[T] float32; 0.0 where `loss_mask` is False."""
+    versions: torch.Tensor
+    """[T] int64; the version that sampled the token, -1 where `loss_mask` is False."""
+    cu_seqlens: torch.Tensor
+    """[S + 1] int64; segment s is the half-open range cu_seqlens[s] to cu_seqlens[s + 1]."""
+    trajectory_index: torch.Tensor
+    """[S] int64; counts the trajectories in the order in which they were given."""
+    group_index: torch.Tensor
+    """[S] int64."""
+    rewards: torch.Tensor
+    """[S] float32; reward of the segment's trajectory."""
+    num_loss_tokens: int
+    """Tokens with `loss_mask` True, over all microbatches and ranks."""
+
+    @property
+    def num_segments(self) -> int:
+        """S."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+
+def lay_out(
+    segments: Sequence[Segment],
+    *,
+    trajectory_index: Sequence[int],
+    group_index: Sequence[int],
+    advantages: Sequence[float],
+    rewards: Sequence[float],
+) -> Batch:
+    """Return the batch of `segments`; the four sequences are [S].
+
+    A segment's own per-token advantages override `advantages`.
+
+    Raises: ShapeError where a segment's arrays disagree, its first token is trained on (nothing predicts it), or its
+    spans do not cover exactly the trained tokens.
+    """
+    lengths = [len(segment.token_ids) for segment in segments]
+    total = sum(lengths)
+    token_ids = np.empty(total, np.int64)
+    position_ids = np.empty(total, np.int64)
+    loss_mask = np.zeros(total, bool)
+    observation_mask = np.zeros(total, bool)
+    logprobs = np.zeros(total, np.float32)
+    credit = np.zeros(total, np.float32)
+    versions = np.full(total, -1, np.int64)
+    start = 0
+    for index, (segment, length) in enumerate(zip(segments, lengths, strict=True)):
+        _check_segment(segment, index)
+        end = start + length
+        mask = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
+        token_ids[start:end] = np.frombuffer(segment.token_ids, np.int32)
+        position_ids[start:end] = np.arange(length)
+        loss_mask[start:end] = mask
+        observation_mask[start:end] = ~mask & (np.cumsum(mask) > 0)
+        logprobs[start:end] = np.where(mask, np.frombuffer(segment.behaviour_logprobs, np.float32), 0.0)
+        own = advantages[index] if segment.advantages is None else np.frombuffer(segment.advantages, np.float32)
+        credit[start:end] = np.where(mask, own, 0.0)
+        for span in segment.spans:
+            versions[start + span.start : start + span.end] = span.version
+        if not np.array_equal(versions[start:end] >= 0, mask):
+            raise ShapeError(f"segment {index}: its spans do not cover exactly the tokens of its loss_mask")
+        start = end
+    return Batch(
+        token_ids=torch.from_numpy(token_ids),
+        position_ids=torch.from_numpy(position_ids),
+        loss_mask=torch.from_numpy(loss_mask),
+        observation_mask=torch.from_numpy(observation_mask),
+        behaviour_logprobs=torch.from_numpy(logprobs),
+        advantages=torch.from_numpy(credit),
+        versions=torch.from_numpy(versions),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths, dtype=np.int64).tolist()], dtype=torch.int64),
+        trajectory_index=torch.tensor(list(trajectory_index), dtype=torch.int64),
+        group_index=torch.tensor(list(group_index), dtype=torch.int64),
+        rewards=torch.tensor(list(rewards), dtype=torch.float32),
+        num_loss_tokens=int(loss_mask.sum()),
+    )
+
+
+def _check_segment(segment: Segment, index: int) -> None:
+    length = len(segment.token_ids)
+    found = {"loss_mask": len(segment.loss_mask), "behaviour_logprobs": len(segment.behaviour_logprobs)}
+    if segment.advantages is not None:
+        found["advantages"] = len(segment.advantages)
+    for name, got in found.items():
+        if got != length:
+            raise ShapeError(f"segment {index}: {name} has {got} entries for {length} tokens")
+    if length and segment.loss_mask[0]:
+        raise ShapeError(f"segment {index}: its first token is trained on, but nothing predicts it")
+
+
+def check_staleness(batch: Batch, *, version: PolicyVersion, max_off_policyness: int) -> None:
+    """Raise StalenessError if a trained token is older than the bound allows, or newer than the weights themselves."""
+    trained = batch.versions[batch.loss_mask]
+    if not len(trained):
+        return
+    oldest, newest = int(trained.min()), int(trained.max())
+    if oldest < version - max_off_policyness:
+        raise StalenessError(
+            f"a token sampled at version {oldest} reached training at version {version}: {version - oldest} steps old, "
+            f"at most {max_off_policyness} (max_off_policyness) are allowed"
+        )
+    if newest > version:
+        raise StalenessError(f"a token claims version {newest}, but the learner is at version {version}")
+
+
+# --- microbatches ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBlock:
+    """Rows of queries that are attended to their keys in one padded matrix product."""
+
+    query_index: torch.Tensor
+    """[R * L] int64 slots; a padded query repeats the row's last slot, and its result is not used."""
+    result_index: torch.Tensor
+    """[N_block] int64; places in the flattened [R * L] that hold a real query, row by row."""
+    slot_index: torch.Tensor
+    """[N_block] int64; the slots of those queries."""
+    key_index: torch.Tensor
+    """[R * K] int64 slots; padded keys repeat the row's last slot and are hidden by `hidden`."""
+    hidden: torch.Tensor
+    """[R, L, K] bool; True where the query may not see the key."""
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """What one forward eats: some segments of a batch as a tree of tokens."""
+
+    segment_index: torch.Tensor
+    """[S_m] int64 segments of the batch, ascending."""
+    token_index: torch.Tensor
+    """[T_m] int64 places in the batch's flat arrays of those segments' tokens."""
+    cu_seqlens: torch.Tensor
+    """[S_m + 1] int64 over T_m."""
+    tree_token_ids: torch.Tensor
+    """[N] int64."""
+    tree_position_ids: torch.Tensor
+    """[N] int64."""
+    blocks: tuple[AttentionBlock, ...]
+    """Cover every slot once."""
+    predict_slot: torch.Tensor
+    """[P] int64 slots whose hidden state goes through the LM head, ascending."""
+    target_ids: torch.Tensor
+    """[P] int64 the token whose log-prob is wanted there."""
+    scored_index: torch.Tensor
+    """[Q] int64 places in T_m of the tokens that get a log-prob."""
+    prediction_index: torch.Tensor
+    """[Q] int64 the entry of P that predicts each of them."""
+
+    @property
+    def num_slots(self) -> int:
+        """N: tokens that the model's body reads."""
+        return len(self.tree_token_ids)
+
+
+def to_device(record: _Record, device: torch.device) -> _Record:
+    """Return the record with all its tensors on `device`."""
+    changed: dict[str, object] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, torch.Tensor):
+            changed[field.name] = value.to(device)
+        elif isinstance(value, tuple):
+            changed[field.name] = tuple(to_device(block, device) for block in value)
+    return replace(record, **changed)  # type: ignore[arg-type]
+
+
+def split(
+    batch: Batch, *, max_tokens: int, share_prefixes: bool = True, observations: bool = False
+) -> list[Microbatch]:
+    """Return microbatches that cover every segment of `batch` once, each of at most `max_tokens` slots.
+
+    A segment that is longer than `max_tokens` by itself gets a microbatch of its own. Segments of one group stay
+    together while they fit. `observations` asks for log-probs of the environment's tokens too. Without
+    `share_prefixes`, each segment has slots of its own: the same numbers for more work.
+    """
+    tokens = batch.token_ids.numpy()
+    bounds = batch.cu_seqlens.tolist()
+    rows = [tokens[start:end] for start, end in pairwise(bounds)]
+    groups = batch.group_index.tolist()
+    # Lexicographic order inside a group puts each segment beside the one it shares the most with.
+    order = sorted(range(len(rows)), key=lambda s: (groups[s], rows[s].tolist()))
+    bins: list[list[int]] = []
+    used = 0
+    for place, segment in enumerate(order):
+        shared = 0
+        if share_prefixes and bins and place and groups[order[place - 1]] == groups[segment]:
+            shared = _common_prefix(rows[order[place - 1]], rows[segment])
+        length = len(rows[segment])
+        if bins and used + length - shared <= max_tokens:
+            bins[-1].append(segment)
+            used += length - shared
+        else:
+            bins.append([segment])
+            used = length
+    wanted = batch.loss_mask | batch.observation_mask if observations else batch.loss_mask
+    return [_microbatch(batch, sorted(members), wanted.numpy(), share_prefixes) for members in bins]
+
+
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_prefixes: bool) -> Microbatch:
+    tokens = batch.token_ids.numpy()
+    bounds = batch.cu_seqlens.tolist()
+    rows = {s: tokens[bounds[s] : bounds[s + 1]] for s in members}
+    order = sorted(members, key=lambda s: rows[s].tolist())
+    slots: dict[int, np.ndarray] = {}
+    tree_tokens: list[np.ndarray] = []
+    tree_positions: list[np.ndarray] = []
+    queries: list[tuple[int, int, int]] = []  # segment, first and end position of its own run
+    num_slots = 0
+    for place, segment in enumerate(order):
+        row = rows[segment]
+        before = order[place - 1]
+        shared = _common_prefix(rows[before], row) if place and share_prefixes else 0
+        own = np.arange(num_slots, num_slots + len(row) - shared)
+        slots[segment] = np.concatenate([slots[before][:shared], own]) if shared else own
+        tree_tokens.append(row[shared:])
+        tree_positions.append(np.arange(shared, len(row)))
+        num_slots += len(own)
+        queries.extend((segment, a, min(a + _QUERY_BLOCK, len(row))) for a in range(shared, len(row), _QUERY_BLOCK))
+    token_index = np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in members])
+    lengths = [len(rows[s]) for s in members]
+    slot_of_token = np.concatenate([slots[s] for s in members])
+    scored = np.flatnonzero(wanted[token_index])
+    predict_slot, target_ids, prediction_index = _predictions(slot_of_token, tokens[token_index], scored)
+    return Microbatch(
+        segment_index=torch.tensor(members, dtype=torch.int64),
+        token_index=torch.from_numpy(token_index),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64),
+        tree_token_ids=torch.from_numpy(np.concatenate(tree_tokens)),
+        tree_position_ids=torch.from_numpy(np.concatenate(tree_positions)),
+        blocks=_attention_blocks(queries, slots),
+        predict_slot=torch.from_numpy(predict_slot),
+        target_ids=torch.from_numpy(target_ids),
+        scored_index=torch.from_numpy(scored),
+        prediction_index=torch.from_numpy(prediction_index),
+    )
+
+
+def _predictions(
+    slot_of_token: np.ndarray, token_ids: np.ndarray, scored: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (predict_slot [P], target_ids [P], prediction_index [Q]): the one place where labels are shifted.
+
+    The token at place t of a segment is predicted by the slot of place t - 1 of the same segment, which `lay_out`
+    guarantees to exist. Equal pairs of slot and target are computed once.
+    """
+    pairs = np.stack([slot_of_token[scored - 1], token_ids[scored]], axis=1)
+    unique, inverse = np.unique(pairs, axis=0, return_inverse=True)
+    return unique[:, 0].copy(), unique[:, 1].copy(), inverse.reshape(-1)
+
+
+def _attention_blocks(queries: list[tuple[int, int, int]], slots: dict[int, np.ndarray]) -> tuple[AttentionBlock, ...]:
+    """Return blocks of rows of similar shape; row (segment, a, b) holds positions a to b and sees keys 0 to b."""
+    blocks: list[list[tuple[int, int, int]]] = []
+    longest = real = 0
+    for query in sorted(queries, key=lambda q: (q[2] - q[1], q[2])):
+        length, keys = query[2] - query[1], query[2]
+        if blocks:
+            padded = (len(blocks[-1]) + 1) * max(length, 1) * max(longest, keys)
+            if padded <= _BLOCK_ELEMENTS and padded <= _PADDING_ALLOWANCE * (real + length * keys):
+                blocks[-1].append(query)
+                longest, real = max(longest, keys), real + length * keys
+                continue
+        blocks.append([query])
+        longest, real = keys, length * keys
+    return tuple(_attention_block(rows, slots) for rows in blocks)
+
+
+def _attention_block(rows: list[tuple[int, int, int]], slots: dict[int, np.ndarray]) -> AttentionBlock:
+    num_queries = max(end - start for _, start, end in rows)
+    num_keys = max(end for _, _, end in rows)
+    query_index = np.empty((len(rows), num_queries), np.int64)
+    key_index = np.empty((len(rows), num_keys), np.int64)
+    starts = np.array([start for _, start, _ in rows])
+    lengths = np.array([end - start for _, start, end in rows])
+    for place, (segment, start, end) in enumerate(rows):
+        path = slots[segment]
+        query_index[place, : end - start] = path[start:end]
+        query_index[place, end - start :] = path[end - 1]
+        key_index[place, :end] = path[:end]
+        key_index[place, end:] = path[end - 1]
+    # A padded query (>= length) sees what the last real one sees, so that its softmax is finite.
+    position = np.minimum(starts[:, None] + np.arange(num_queries), (starts + lengths - 1)[:, None])
+    hidden = np.arange(num_keys) > position[:, :, None]
+    real = np.arange(num_queries) < lengths[:, None]
+    return AttentionBlock(
+        query_index=torch.from_numpy(query_index.reshape(-1)),
+        result_index=torch.from_numpy(np.flatnonzero(real)),
+        slot_index=torch.from_numpy(query_index[real]),
+        key_index=torch.from_numpy(key_index.reshape(-1)),
+        hidden=torch.from_numpy(hidden),
+        num_rows=len(rows),
+    )
+
+
+def unpack(microbatch: Microbatch, predicted: torch.Tensor) -> torch.Tensor:
+    """Return [T_m]: each scored token's entry of `predicted` [P], and 0.0 for every other token; differentiable."""
+    result = predicted.new_zeros(len(microbatch.token_index))
+    return result.index_put((microbatch.scored_index,), predicted.index_select(0, microbatch.prediction_index))
+
+
+def staleness_of(batch: Batch, version: PolicyVersion) -> torch.Tensor:
+    """Return [num_loss_tokens] int64: `version` minus the version that sampled each trained token."""
+    return version - batch.versions[batch.loss_mask]
