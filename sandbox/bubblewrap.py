@@ -75,9 +75,12 @@ def find_python(setting: str) -> tuple[str, str | None]:
     path = os.path.realpath(setting or sys.executable)
     if not os.access(path, os.X_OK):
         raise ConfigError(f"python must be an interpreter, got {setting!r} ([sandbox])")
-    if path.startswith("/usr/"):
+    prefix = Path(path).parent.parent
+    if path.startswith("/usr/") or prefix == Path("/"):
         return path, None
-    return path, str(Path(path).parent.parent)
+    if not any(prefix.glob("lib/python3*/os.py")):  # what is bound must be an installation, and not someone's home
+        raise ConfigError(f"python must lie in an installation of Python, got {setting or path!r} ([sandbox])")
+    return path, str(prefix)
 
 
 def launcher_command(descriptor: int) -> list[str]:

@@ -157,7 +157,7 @@ def remove_directories(paths: Iterable[str]) -> bool:
     for path in paths:
         try:
             os.rmdir(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):

@@ -138,11 +138,10 @@ def arguments(stage: Stage, box: str, seccomp: int, status: int) -> bytes:
     options += ["--ro-bind", f"{stage.root}/etc", "/etc"]
     for path in _BIND_READ_ONLY:
         options += ["--ro-bind-try", path, path]
-    if stage.python_source is not None and stage.python_prefix is not None:
-        options += ["--ro-bind", stage.python_source, stage.python_prefix]
+    python = [] if stage.python_source is None else ["--ro-bind", stage.python_source, str(stage.python_prefix)]
     options += [
         "--proc", "/proc", "--ro-bind", "/dev/null", "/proc/cmdline", "--dev", "/dev",
-        "--bind", f"{box}/tmp", "/tmp", "--bind", f"{box}/shm", "/dev/shm", "--bind", f"{box}/task", WORK,
+        "--bind", f"{box}/tmp", "/tmp", "--bind", f"{box}/shm", "/dev/shm", "--bind", f"{box}/task", WORK, *python,
         # after the binds: without it the agent could fill the memory behind / and /dev, which have no size of their own
         "--remount-ro", "/dev", "--remount-ro", "/",
         "--chdir", WORK, "--seccomp", str(seccomp), "--json-status-fd", str(status),

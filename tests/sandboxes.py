@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 
-from asyncrl.protocols import SandboxBackend, SandboxLimits
+from asyncrl.protocols import Sandbox, SandboxBackend, SandboxLimits
 from asyncrl.sandbox import SandboxSettings, open_backend
 
 LIMITS = SandboxLimits(wall_s=20.0, memory_bytes=96 * 2**20, disk_bytes=8 * 2**20, max_files=256, max_pids=24)
@@ -47,6 +47,12 @@ def with_backend(body: Callable[[SandboxBackend], Awaitable[None]], directory: P
                 await body(backend)
 
     trio.run(main)
+
+
+async def wait_started(sandbox: Sandbox) -> None:
+    """Return when the sandbox's command has made the file `started`, of which nothing tells the outside."""
+    while "started" not in await sandbox.list():  # noqa: ASYNC110 - it is another process's doing
+        await trio.sleep(0.005)
 
 
 def processes_with(text: str) -> list[int]:

