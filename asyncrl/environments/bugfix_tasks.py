@@ -51,8 +51,8 @@ HELD_OUT: tuple[str, ...] = (
 """Functions that are never trained on, chosen by hand: no renamed copy of another, about as hard as the others."""
 
 HARD: tuple[str, ...] = ("count_each",)
-"""Functions that a model of 135M parameters hardly ever repairs: asked only where `hard` is set, since a group without a
-success teaches nothing."""
+"""Functions that a model of 135M parameters hardly ever repairs: asked only where `hard` is set, since a group without
+a success teaches nothing."""
 
 NUM_HIDDEN = 6  # more would cost time in the judge; fewer would let a constant pass a predicate by luck
 NUM_VISIBLE = 2  # each costs about 12 tokens of prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import trio
 
@@ -20,6 +20,7 @@ _CONCURRENT = 4  # tasks in sandboxes at a time; more would only wait for the pr
 _REFERENCE_RUNS = 3  # a reference that passes only sometimes is a flaky task
 
 
+@runtime_checkable
 class Checkable(Protocol):
     """What an environment of code tasks must have besides `Environment`."""
 
@@ -61,13 +62,13 @@ async def validate(
     """Return a verdict on every task of all splits, in the environment's order; `report` gets each as it is known.
 
     A good task's unfixed code fails, its reference passes every time, its visible tests are not among the hidden ones,
-    its prompt holds no hidden call, and it stands in one split only. Raises: ConfigError where the environment's tasks
-    have no reference solutions; SandboxError is a problem of the task that met it.
+    and its prompt holds neither a hidden call nor the reference. A sandbox that fails is a problem of the task that met
+    it. Raises: ConfigError where the environment's tasks have no reference solutions.
     """
-    if not (hasattr(environment, "all_tasks") and hasattr(environment, "accepts")):
+    if not isinstance(environment, Checkable):
         raise ConfigError(f"environment {environment.name!r} has no reference solutions: nothing can be validated")
-    checkable: Checkable = environment
     held_out = {task.data["function"] for task in environment.held_out()}
+    checkable: Checkable = environment
     tasks = checkable.all_tasks()
     verdicts: dict[int, TaskVerdict] = {}
     limiter = trio.CapacityLimiter(_CONCURRENT)
