@@ -122,7 +122,7 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_table(value)
     if isinstance(value, Path):
-        return str(value)
+        return "" if value == Path("") else str(value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

@@ -16,7 +16,7 @@ from asyncrl.environments import EnvironmentSettings
 from asyncrl.errors import ConfigError
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.sandbox import SandboxSettings
-from asyncrl.weight_sync import WeightSyncSettings
+from asyncrl.weight_sync.settings import WeightSyncSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Benchmarks that `asyncrl bench` runs: they measure speed, print ratios, and assert nothing."""

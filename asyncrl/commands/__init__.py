@@ -1,0 +1,15 @@
+"""The verbs of the command line: one module each, with `HELP`, `add_arguments(parser)` and `main(arguments) -> int`."""
+
+from asyncrl.commands import bench, check, environments, evaluate, status, train
+
+COMMANDS = {
+    "train": train,
+    "check": check,
+    "status": status,
+    "eval": evaluate,
+    "environments": environments,
+    "bench": bench,
+}
+"""Name on the command line -> module."""
+
+__all__ = ["COMMANDS"]

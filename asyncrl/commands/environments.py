@@ -1,0 +1,113 @@
+"""Look at the tasks of an environment, and prove that they can be trained on.
+
+  asyncrl environments list
+  asyncrl environments show configs/demo.toml [TASK]
+  asyncrl environments validate configs/demo.toml
+
+`validate` runs every task, held-out ones included, in sandboxes: the unfixed code must fail and the reference solution
+must pass every time. Exit code 1 when a task does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import trio
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from asyncrl.commands.arguments import add_config_arguments
+from asyncrl.configs import Config, load_config
+from asyncrl.environments import ENVIRONMENTS
+from asyncrl.environments.loading import environment_class
+from asyncrl.environments.validate import TaskVerdict, validate
+from asyncrl.errors import ConfigError
+from asyncrl.preflight import check_model
+from asyncrl.processes import open_tasks
+from asyncrl.rollout import Episode
+
+HELP = "list, show and validate tasks"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    verbs = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    listing = verbs.add_parser("list", help="name the environments that come with asyncrl")
+    listing.add_argument("--json", action="store_true", help="print JSON, for programs")
+    listing.set_defaults(command=_list)
+    showing = verbs.add_parser("show", help="print a configuration's tasks, or one with its prompt")
+    add_config_arguments(showing)
+    showing.add_argument("task", nargs="?", metavar="TASK", help="a task id; all ids when left out")
+    showing.set_defaults(command=_show)
+    validating = verbs.add_parser("validate", help="prove that unfixed code fails and reference solutions pass")
+    add_config_arguments(validating)
+    validating.add_argument("--json", action="store_true", help="print JSON, for programs")
+    validating.set_defaults(command=_validate)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Never called: each action has its own."""
+    raise AssertionError(arguments)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        print(json.dumps(ENVIRONMENTS, indent=2))
+        return 0
+    for name, path in ENVIRONMENTS.items():
+        summary = (environment_class(path).__doc__ or "").strip().splitlines()[0]
+        print(f"{name}: {summary} ({path})")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.set)
+    check_model(config.model.path)
+    return trio.run(_show_tasks, config, arguments.task)
+
+
+async def _show_tasks(config: Config, task_id: str | None) -> int:
+    async with open_tasks(config) as (environment, renderer, _):
+        tasks = {task.task_id: task for task in environment.all_tasks()}
+        if task_id is None:
+            print("\n".join(tasks))
+            return 0
+        if task_id not in tasks:
+            nearest = difflib.get_close_matches(task_id, tasks, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"{len(tasks)} exist; leave it out to list them"
+            raise ConfigError(f"there is no task {task_id!r}; {hint}")
+        episode = Episode(trajectory_id="shown", task=tasks[task_id])
+        prompt = renderer.start(environment.start(episode), reply_prefix=environment.reply_prefix)
+        print(renderer.decode(prompt, keep_special=True))
+        print(f"\n# {len(prompt)} tokens; what the task holds:")
+        print(json.dumps(tasks[task_id].data, indent=2))
+        return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.set)
+    check_model(config.model.path)
+    verdicts = trio.run(_run_validation, config)
+    bad = [verdict for verdict in verdicts if verdict.problems]
+    if arguments.json:
+        print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
+    else:
+        table = Table("task", "holds", "what is wrong")
+        for verdict in verdicts:
+            table.add_row(verdict.task_id, "no" if verdict.problems else "yes", "; ".join(verdict.problems))
+        Console().print(table)
+        print(f"{len(verdicts) - len(bad)} of {len(verdicts)} tasks hold")
+    return 1 if bad else 0
+
+
+async def _run_validation(config: Config) -> Sequence[TaskVerdict]:
+    console = Console(stderr=True)
+    async with open_tasks(config) as (environment, _, backend):
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("running the tasks", total=len(environment.all_tasks()))
+            return await validate(environment, backend, report=lambda _: progress.advance(bar))

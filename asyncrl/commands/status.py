@@ -1,0 +1,69 @@
+"""Show what a run does now, or what it did.
+
+  asyncrl status runs/demo-1
+  asyncrl status runs/demo-1 --json
+
+Reads the run directory only: it works while the run goes on, after it, and after a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.recording import read_metrics
+from asyncrl.run_directory import RunDirectory, is_running
+
+HELP = "show what a run does now, or did"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/demo-1")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Show; return the exit code."""
+    report = read_status(RunDirectory(arguments.run))
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    print(f"{report['run']}: {report['state']}")
+    if report["moment"]:
+        print(f"  {report['moment']} (written {report['age_seconds']:.0f} s ago)")
+    for key, value in (report["summary"] or report["counters"]).items():
+        if not isinstance(value, list):
+            print(f"  {key}: {value}")
+    return 0
+
+
+def read_status(directory: RunDirectory) -> dict[str, Any]:
+    """Return the run's state (running, finished, stopped), present moment, counters, last step and summary.
+
+    Raises: ConfigError where there is no run.
+    """
+    if not directory.config.is_file():
+        raise ConfigError(f"{directory.path} is no run directory: it holds no config.toml")
+    running = is_running(directory)
+    moment = _read(directory.status) or {}
+    summary = None if running else _read(directory.summary)
+    steps = read_metrics(directory)
+    return {
+        "run": str(directory.path),
+        "state": "running" if running else "finished" if summary else "stopped without a summary",
+        "phase": moment.get("phase", "starting"),
+        "moment": moment.get("moment", ""),
+        "age_seconds": time.time() - moment["time"] if moment else None,
+        "counters": moment.get("counters", {}),
+        "last_step": steps[-1] if steps else None,
+        "summary": summary,
+    }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

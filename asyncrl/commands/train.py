@@ -1,0 +1,147 @@
+"""Train a model: start the engines and the learner, run episodes, learn, until a limit or the end of the tasks.
+
+  asyncrl train configs/demo.toml
+  asyncrl train configs/demo.toml --set buffer.max_off_policyness=0 --set run.steps=20
+  asyncrl train configs/demo.toml --resume
+
+Ctrl-C once finishes the optimizer step under way, writes a checkpoint and ends; twice ends at once. Either way no
+process, sandbox or shared-memory file is left, and --resume goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from typing import Any
+
+import trio
+from prometheus_client import CollectorRegistry, make_asgi_app
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl import run_directory
+from asyncrl.checkpoint import CheckpointStore
+from asyncrl.commands.arguments import add_config_arguments
+from asyncrl.configs import Config, load_config
+from asyncrl.metrics import RunCollector
+from asyncrl.preflight import preflight
+from asyncrl.processes import open_parts
+from asyncrl.progress import Progress
+from asyncrl.recording import RunRecorder
+from asyncrl.run import Limits, Run
+from asyncrl.run_directory import RunDirectory
+from asyncrl.serving import listen, serve
+from asyncrl.status import RunStatus
+from asyncrl.tokens import ChatRenderer
+
+HELP = "train a model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_config_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Train; return the exit code."""
+    config = load_config(arguments.config, arguments.set)
+    directory = run_directory.choose(config, resume=arguments.resume)
+    preflight(config, directory)
+    listener = listen(config.metrics.host, config.metrics.port, setting="[metrics] port")
+    run_directory.create(directory, config)
+    console = Console(file=sys.stdout)
+    with directory.locked():
+        return trio.run(_train, config, directory, arguments.resume, listener, console)
+
+
+async def _train(config: Config, directory: RunDirectory, resume: bool, listener: Any, console: Console) -> int:
+    started = trio.current_time()
+    stop = trio.Event()
+    console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
+    host, port = listener.getsockname()
+    console.print(f"Prometheus metrics at http://{host}:{port}/metrics", highlight=False, soft_wrap=True)
+    progress = Progress(console, title=config.run.name, max_steps=config.run.steps)
+    checkpoints = CheckpointStore(directory.checkpoints, keep=config.run.keep_checkpoints)
+    checkpoint = checkpoints.newest() if resume else None
+    if resume:
+        version = f"version {checkpoint.version}" if checkpoint else "the start: it has no checkpoint yet"
+        console.print(f"resuming from {version}", highlight=False)
+    renderer = ChatRenderer.load(config.model.path)
+    with progress.shown():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_listen_for_signals, stop, nursery.cancel_scope, progress)
+            async with open_parts(config, directory, renderer, checkpoint, progress.say) as parts:
+                first_step = checkpoint.state["counters"]["steps"] + 1 if checkpoint else 1
+                recorder = RunRecorder(directory, progress, renderer.decode, first_step=first_step)
+                run = Run(
+                    parts,
+                    config.buffer,
+                    _limits(config),
+                    recorder=recorder,
+                    checkpoints=checkpoints,
+                    status=RunStatus(),
+                    stop=stop,
+                    resume_from=checkpoint,
+                )
+                progress.watch(run)
+                recorder.watch(run)
+                registry = CollectorRegistry()
+                registry.register(RunCollector(run))
+                await nursery.start(serve, make_asgi_app(registry), listener)
+                await run.train()
+                summary = recorder.finish(run, wall_seconds=trio.current_time() - started)
+            nursery.cancel_scope.cancel()
+        if nursery.cancel_scope.cancelled_caught and "summary" not in locals():
+            return 130
+    console.print(_table(summary))
+    console.print(f"summary in {directory.summary}", highlight=False, soft_wrap=True)
+    if stop.is_set():
+        console.print("stopped before its end; go on with --resume", highlight=False)
+        return 130
+    return 0
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(
+        steps=config.run.steps,
+        max_seconds=config.run.max_minutes * 60 or float("inf"),
+        checkpoint_every_steps=config.run.checkpoint_every_steps,
+        evaluation_samples=config.evaluation.samples,
+        evaluate_before=config.evaluation.before,
+        evaluate_every_steps=config.evaluation.every_steps,
+    )
+
+
+async def _listen_for_signals(stop: trio.Event, scope: trio.CancelScope, progress: Progress) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            if stop.is_set():
+                scope.cancel()
+                return
+            progress.say("stopping after the step under way; once more to stop at once")
+            stop.set()
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    """Return the end of the run, for a person."""
+    table = Table(title="what the run did", show_header=False)
+    evaluation = summary["eval"]
+    if evaluation["before"] is not None:
+        table.add_row("held-out solve rate before", f"{evaluation['before']:.3f}")
+    if evaluation["after"] is not None:
+        gain = evaluation["after"] - evaluation["before"]
+        table.add_row("held-out solve rate after", f"{evaluation['after']:.3f} ({gain:+.3f})")
+    table.add_row("optimizer steps", str(summary["steps"]))
+    table.add_row("time, training / in all", f"{summary['training_seconds']:.0f} / {summary['wall_seconds']:.0f} s")
+    table.add_row("tokens generated / trained on", f"{summary['tokens_generated']} / {summary['tokens_trained']}")
+    table.add_row("largest staleness trained on", f"{summary['max_staleness_trained']} optimizer steps")
+    table.add_row("largest importance ratio", f"{summary['max_importance_ratio']:.2f}")
+    table.add_row("weight syncs, verified", f"{summary['weight_syncs']}, {summary['weight_syncs_verified']}")
+    table.add_row("generation stalled by syncs", f"{summary['generation_stall_seconds']:.1f} s")
+    ended = ", ".join(f"{status} {count}" for status, count in sorted(summary["trajectories"].items()))
+    table.add_row("episodes", ended)
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["groups_dropped"].items()))
+    table.add_row("groups trained on / dropped", f"{summary['groups_trained']} / {dropped or 'none'}")
+    return table

@@ -1,0 +1,71 @@
+"""What is looked at before anything is started: the model, the disk, shared memory, sandboxes, vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+from pathlib import Path
+
+import trio
+
+from asyncrl import run_directory
+from asyncrl.configs import Config
+from asyncrl.errors import ConfigError
+from asyncrl.run_directory import RunDirectory
+from asyncrl.sandbox import probe
+
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+_SHARED_MEMORY = Path("/dev/shm")
+_PUBLISHED_VERSIONS = 2  # on disk at once while engines change over
+
+
+def preflight(config: Config, directory: RunDirectory) -> None:
+    """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing and leaves nothing."""
+    check_model(config.model.path)
+    _check_engine(config)
+    run_directory.check_space(directory, config)
+    _check_shared_memory(config)
+    trio.run(probe, config.sandbox)
+
+
+def check_model(path: Path) -> None:
+    """Raise ConfigError unless `path` holds a model in Hugging Face form."""
+    if not path.is_dir():
+        raise ConfigError(f"path: there is no model directory {path} ([model]); the demo's is made by `make demo`")
+    for name in _MODEL_FILES:
+        if not (path / name).is_file():
+            raise ConfigError(f"path: {path} holds no {name}, so it is no model in Hugging Face form ([model])")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"path: {path} holds no weights: no *.safetensors file ([model])")
+
+
+def _check_engine(config: Config) -> None:
+    if config.engine.urls:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed: pip install asyncrl[cpu] or asyncrl[gpu], or name servers by urls ([engine])"
+        )
+    if config.engine.port:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", config.engine.port))
+            except OSError as error:
+                raise ConfigError(
+                    f"port {config.engine.port} cannot be used: {error.strerror}; take another, or 0 for a free one "
+                    f"([engine])"
+                ) from None
+
+
+def _check_shared_memory(config: Config) -> None:
+    if config.weight_sync.transport != "shared_memory":
+        return
+    weights = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < _PUBLISHED_VERSIONS * weights:
+        raise ConfigError(
+            f"transport = 'shared_memory' needs {_PUBLISHED_VERSIONS * weights / 1e9:.2f} GB in {_SHARED_MEMORY} and "
+            f"{free / 1e9:.2f} GB are free: make it larger, or take transport = 'filesystem' ([weight_sync])"
+        )

@@ -1,0 +1,270 @@
+"""The real parts of a run: vLLM servers, learner process, sandboxes and environment, started and ended together.
+
+Every child runs under a keeper (`asyncrl.children`), so that none outlives the run. A child that dies is named with its
+last lines, and ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from asyncrl import wire
+from asyncrl.checkpoint import Checkpoint
+from asyncrl.children import Child, start_child
+from asyncrl.configs import Config, to_table
+from asyncrl.engines import EnginePool, VLLMEngine, command, free_port
+from asyncrl.environments import load_environment
+from asyncrl.errors import BoundaryError, ConfigError, EngineError, LearnerError, SandboxError
+from asyncrl.protocols import Environment, Sampler, SandboxBackend, StepResult
+from asyncrl.run import Parts
+from asyncrl.run_directory import RunDirectory
+from asyncrl.sandbox import open_backend, self_test
+from asyncrl.tokens import ChatRenderer
+from asyncrl.types import Group, PolicyVersion, WeightManifest
+from asyncrl.weight_sync.stale import remove_stale
+
+_SHUTDOWN_S = 20.0  # for the learner to end a request and remove what it published; then it is terminated
+
+
+class LearnerProcess:
+    """The orchestrator's side of the learner's socket. A `Learner`; one request at a time."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._turn = trio.Lock()
+
+    async def wait_ready(self) -> wire.Hello:
+        """Return the learner's first message, once it has loaded the model."""
+        return await self._receive(wire.Hello)
+
+    async def step(self, groups: Sequence[Group]) -> StepResult:
+        """See `protocols.Learner`."""
+        return (await self._ask(wire.StepRequest(groups=list(groups)), wire.StepReply)).result  # type: ignore[no-any-return]
+
+    async def publish(self) -> WeightManifest:
+        """See `protocols.Learner`."""
+        return (await self._ask(wire.PublishRequest(), wire.PublishReply)).manifest  # type: ignore[no-any-return]
+
+    async def save(self, directory: str) -> Mapping[str, int]:
+        """See `protocols.Learner`."""
+        return (await self._ask(wire.SaveRequest(directory=directory), wire.SaveReply)).files  # type: ignore[no-any-return]
+
+    async def shut_down(self) -> None:
+        """Let the learner remove what it published and end, within a bounded time."""
+        with trio.move_on_after(_SHUTDOWN_S, shield=True):
+            try:
+                await self._ask(wire.ShutdownRequest(), wire.ShutdownReply)
+            except LearnerError:
+                return  # it is gone already; its keeper removes what it published
+
+    async def _ask(self, request: wire.Message, kind: type[wire.Message]) -> Any:
+        async with self._turn:
+            try:
+                await wire.send_async(self._stream, request)
+            except trio.BrokenResourceError:
+                raise LearnerError("the learner closed its connection") from None
+            return await self._receive(kind)
+
+    async def _receive(self, kind: type[wire.Message]) -> Any:
+        try:
+            reply = await wire.receive_async(self._stream, wire.Reply)
+        except (trio.BrokenResourceError, EOFError):
+            reply = None
+        if reply is None:
+            raise LearnerError("the learner closed its connection")
+        if isinstance(reply, wire.Failure):
+            raise LearnerError(f"the learner failed: {reply.kind}: {reply.message}")
+        assert isinstance(reply, kind), f"expected {kind.__name__}, got {reply!r}"
+        return reply
+
+
+@asynccontextmanager
+async def open_parts(
+    config: Config,
+    directory: RunDirectory,
+    renderer: ChatRenderer,
+    checkpoint: Checkpoint | None,
+    say: Callable[[str], None],
+) -> AsyncIterator[Parts]:
+    """Start everything, yield it when it answers, and end everything on leaving.
+
+    `say` hears what is being started. Raises (in an exception group) EngineError, LearnerError, SandboxError.
+    """
+    model = checkpoint.model_directory if checkpoint else config.model.path
+    version = checkpoint.version if checkpoint else 0
+    for path in remove_stale():
+        say(f"removed {path}, left by a run that was killed")
+    run_id = f"{directory.path.name}-{secrets.token_hex(4)}"
+    async with AsyncExitStack() as stack:
+        children: dict[Child, type[BoundaryError]] = {}
+        environment = await _open_environment(config, directory, renderer, stack, say)
+        say("starting the engine and the learner")
+        pool = await _open_engines(config, directory, renderer, model, run_id, version, stack, children)
+        learner = await _start_learner(config, directory, checkpoint, run_id, stack, children)
+        async with _watched(children):
+            async with trio.open_nursery() as starting:
+                starting.start_soon(pool.wait_healthy, config.engine.start_timeout_s)
+                starting.start_soon(learner.wait_ready)
+            yield Parts(environment=environment, sampler=pool, learner=learner, engines=pool)
+        await learner.shut_down()
+
+
+@asynccontextmanager
+async def open_evaluation(
+    config: Config, directory: RunDirectory, renderer: ChatRenderer, model: Path, say: Callable[[str], None]
+) -> AsyncIterator[tuple[Environment, Sampler]]:
+    """Start the environment and an engine that serves `model`, and no learner; end them on leaving."""
+    async with AsyncExitStack() as stack:
+        children: dict[Child, type[BoundaryError]] = {}
+        environment = await _open_environment(config, directory, renderer, stack, say)
+        say("starting the engine")
+        pool = await _open_engines(config, directory, renderer, model, "evaluation", 0, stack, children)
+        async with _watched(children):
+            await pool.wait_healthy(config.engine.start_timeout_s)
+            yield environment, pool
+
+
+@asynccontextmanager
+async def open_tasks(config: Config) -> AsyncIterator[tuple[Any, ChatRenderer, SandboxBackend]]:
+    """Yield an environment whose tasks can be listed, its renderer and its sandboxes, without any engine."""
+    renderer = ChatRenderer.load(config.model.path)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-tasks-") as scratch:
+        async with open_backend(config.sandbox, directory=Path(scratch)) as sandboxes:
+            environment = load_environment(
+                config.environment, renderer=renderer, sandboxes=sandboxes, seed=config.run.seed
+            )
+            if not hasattr(environment, "all_tasks"):
+                raise ConfigError(
+                    f"environment {config.environment.name!r} cannot list its tasks: it has no all_tasks()"
+                )
+            yield environment, renderer, sandboxes
+            await environment.aclose()
+
+
+@asynccontextmanager
+async def _watched(children: Mapping[Child, type[BoundaryError]]) -> AsyncIterator[None]:
+    """End the body with an error that names the child when one of `children` ends before the body does."""
+    async with trio.open_nursery() as watchers:
+        for child, error in children.items():
+            watchers.start_soon(child.fail_on_exit, error)
+        yield
+        watchers.cancel_scope.cancel()
+
+
+async def _open_environment(
+    config: Config, directory: RunDirectory, renderer: ChatRenderer, stack: AsyncExitStack, say: Callable[[str], None]
+) -> Environment:
+    """Return the environment over sandboxes whose walls have been tested."""
+    say("starting the sandboxes and testing their walls")
+    sandboxes = await stack.enter_async_context(open_backend(config.sandbox, directory=directory.path / "sandboxes"))
+    reached = [abuse for abuse in await self_test(sandboxes, main_only=True) if not abuse.stopped]
+    if reached:
+        raise SandboxError(
+            "the sandbox does not stop what it must, so nothing is trained in it: "
+            + "; ".join(f"{abuse.name} ({abuse.detail})" for abuse in reached)
+        )
+    environment = load_environment(config.environment, renderer=renderer, sandboxes=sandboxes, seed=config.run.seed)
+    stack.push_async_callback(environment.aclose)
+    return environment
+
+
+async def _open_engines(
+    config: Config,
+    directory: RunDirectory,
+    renderer: ChatRenderer,
+    model: Path,
+    run_id: str,
+    version: PolicyVersion,
+    stack: AsyncExitStack,
+    children: dict[Child, type[BoundaryError]],
+) -> EnginePool:
+    """Start the vLLM server, unless servers elsewhere are named, and return the clients. They do not answer yet."""
+    urls = config.engine.urls
+    if not urls:
+        child, url = await _start_engine(config, directory, model, stack)
+        urls, children[child] = (url,), EngineError
+    pool = _connect_engines(config, renderer, urls, run_id, version)
+    stack.push_async_callback(pool.aclose)
+    return pool
+
+
+async def _start_engine(
+    config: Config, directory: RunDirectory, model: Path, stack: AsyncExitStack
+) -> tuple[Child, str]:
+    """Start a vLLM server; return it and its URL. It does not answer yet."""
+    port = config.engine.port or free_port()
+    argv, environment = command(config.engine, str(model), port)
+    if config.engine.niceness:
+        argv = ["nice", "-n", str(config.engine.niceness), *argv]
+    log_path = directory.logs / "engine-0.log"
+    child = await stack.enter_async_context(start_child("engine 0", argv, environment=environment, log_path=log_path))
+    return child, f"http://127.0.0.1:{port}"
+
+
+def _connect_engines(
+    config: Config, renderer: ChatRenderer, urls: Sequence[str], run_id: str, version: PolicyVersion
+) -> EnginePool:
+    """Return the clients of the servers at `urls`."""
+    return EnginePool(
+        [
+            VLLMEngine(
+                f"engine {index}",
+                url,
+                config.engine,
+                config.sampling,
+                end_token_ids=renderer.end_token_ids,
+                run_id=run_id,
+                version=version,
+            )
+            for index, url in enumerate(urls)
+        ]
+    )
+
+
+async def _start_learner(
+    config: Config,
+    directory: RunDirectory,
+    checkpoint: Checkpoint | None,
+    run_id: str,
+    stack: AsyncExitStack,
+    children: dict[Child, type[BoundaryError]],
+) -> LearnerProcess:
+    """Start the learner process. It does not answer yet."""
+    settings = {
+        "model": str(config.model.path),
+        "run_id": run_id,
+        "resume_from": str(checkpoint.directory) if checkpoint else "",
+        "temperature": config.sampling.temperature,
+        "max_off_policyness": config.buffer.max_off_policyness,
+        "weight_sync": to_table(config.weight_sync),
+        "learner": to_table(config.learner),
+    }
+    settings_path = directory.logs / "learner.json"
+    settings_path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    ours, theirs = socket.socketpair()
+    argv = [sys.executable, "-m", "asyncrl.learner", "--fd", str(theirs.fileno()), "--settings", str(settings_path)]
+    with theirs:
+        child = await stack.enter_async_context(
+            start_child(
+                "learner",
+                argv,
+                log_path=directory.logs / "learner.log",
+                pass_fds=[theirs.fileno()],
+                grace_s=_SHUTDOWN_S,
+                remove_on_exit=[f"/dev/shm/asyncrl-{run_id}-*"],
+            )
+        )
+    stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+    stack.push_async_callback(stream.aclose)
+    children[child] = LearnerError
+    return LearnerProcess(stream)

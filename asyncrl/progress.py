@@ -1,0 +1,103 @@
+"""What a person sees while a run goes: a live table on a terminal, plain lines in a log file.
+
+rich draws (and refreshes from its own thread); curses was rejected because it takes the whole screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.run import Run
+from asyncrl.status import EvaluationResult
+
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("step", "step", "{:.0f}"),
+    ("solved", "solve_rate", "{:.2f}"),
+    ("reward", "reward_mean", "{:.2f}"),
+    ("staleness", "staleness_max", "{:.0f}"),
+    ("max ratio", "importance_ratio_max", "{:.2f}"),
+    ("ESS", "ess_token", "{:.2f}"),
+    ("grad", "grad_norm", "{:.2f}"),
+    ("engine tok/s", "generated_tokens_per_second", "{:.0f}"),
+    ("learner tok/s", "tokens_per_second", "{:.0f}"),
+    ("step s", "step_seconds", "{:.1f}"),
+    ("sync s", "sync_seconds", "{:.2f}"),
+    ("time", "seconds", "{:.0f} s"),
+)
+_SHOWN_STEPS = 8
+
+
+class Progress:
+    """Shows one run on a console."""
+
+    def __init__(self, console: Console, *, title: str, max_steps: int) -> None:
+        self._console = console
+        self._title = title
+        self._max_steps = max_steps
+        self._rows: list[Mapping[str, float]] = []
+        self._run: Run | None = None
+        self.note = "starting"
+        """What happens before there is a run."""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the live table while inside, where the console is a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(get_renderable=self._render, console=self._console, refresh_per_second=4):
+            yield
+
+    def watch(self, run: Run) -> None:
+        """Show this run's moment from now on."""
+        self._run = run
+
+    def say(self, note: str) -> None:
+        """Say what is going on, once in a log file and as long as it lasts on a terminal."""
+        self.note = note
+        if not self._console.is_terminal:
+            self._console.print(note, highlight=False)
+
+    def step(self, record: Mapping[str, float]) -> None:
+        """Show one more step."""
+        self._rows.append(record)
+        if not self._console.is_terminal:
+            cells = (f"{title} {text.format(record[key])}" for title, key, text in _COLUMNS if key in record)
+            self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """Show a measurement of the held-out tasks."""
+        self._console.print(
+            f"held-out tasks at version {result.version}: {result.solve_rate:.3f} solved "
+            f"({result.num_tasks} tasks, {result.num_samples} episodes, {result.seconds:.0f} s)",
+            highlight=False,
+        )
+
+    def _render(self) -> RenderableType:
+        if self._run is None:
+            return Text(f"{self._title}: {self.note} ...")
+        table = Table(title=f"{self._title}, {self._run.status.steps} of at most {self._max_steps} steps", box=None)
+        for title, _, _ in _COLUMNS:
+            table.add_column(title, justify="right")
+        for record in self._rows[-_SHOWN_STEPS:]:
+            table.add_row(*(text.format(record[key]) if key in record else "" for _, key, text in _COLUMNS))
+        return Group(table, Text(moment(self._run)))
+
+
+def moment(run: Run) -> str:
+    """Return one line on what the run does now and who waits for whom."""
+    status, gate, buffer = run.status, run.gate.statistics(), run.buffer.statistics()
+    parts = [status.phase if not status.waiting_for else f"{status.phase}: {status.waiting_for}"]
+    if status.phase == "waiting for groups":
+        parts[0] += f", {buffer.num_ready} ready"
+        if buffer.straggler is not None:
+            seconds = gate.holders.get(buffer.straggler, 0.0)
+            parts[0] += f", the oldest running is group {buffer.straggler} since {seconds:.0f} s"
+    parts.append(f"{buffer.num_running} groups running, gate {gate.held} of {gate.num_slots}")
+    return "; ".join(parts)

@@ -1,0 +1,142 @@
+"""What a run writes down while it goes: metrics.jsonl, status.json, trajectories, and at the end summary.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.progress import Progress, moment
+from asyncrl.protocols import StepResult
+from asyncrl.run import Run
+from asyncrl.run_directory import RunDirectory
+from asyncrl.status import EvaluationResult, RunStatus
+from asyncrl.types import Group, TokenIds
+
+
+class RunRecorder:
+    """Writes to the run directory and shows on the console. A `run.Recorder`.
+
+    metrics.jsonl is cut back to the resumed version first, so that it has one line a step, whatever was killed when.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, progress: Progress, decode: Callable[[TokenIds], str], *, first_step: int
+    ) -> None:
+        self._directory = directory
+        self._progress = progress
+        self._decode = decode
+        self._run: Run | None = None
+        self._generated = (0.0, 0.0)
+        _cut_back(directory, first_step)
+
+    def watch(self, run: Run) -> None:
+        """Write about this run from now on."""
+        self._run = run
+        self._generated = (run.status.seconds_before, run.status.tokens_generated)
+        self._write_status()
+
+    def group(self, group: Group) -> None:
+        """Append a finished group's episodes, decoded, to the file of the step it was admitted in."""
+        path = self._directory.trajectories / f"version-{group.admitted_version}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            for trajectory in group.trajectories:
+                line = {
+                    "trajectory_id": trajectory.trajectory_id,
+                    "task_id": trajectory.task_id,
+                    "status": trajectory.status,
+                    "reward": trajectory.reward,
+                    "reward_parts": trajectory.reward_parts,
+                    "turns": trajectory.num_turns,
+                    "versions": sorted({span.version for s in trajectory.segments for span in s.spans}),
+                    "text": [self._decode(segment.token_ids) for segment in trajectory.segments],
+                    "detail": trajectory.detail,
+                }
+                file.write(json.dumps(line) + "\n")
+
+    def step(self, record: Mapping[str, float], result: StepResult) -> None:
+        """Append a step's line and show it."""
+        seconds, generated = record["seconds"], record["tokens_generated"]
+        before_s, before = self._generated
+        rate = (generated - before) / max(seconds - before_s, 1e-9)
+        self._generated = (seconds, generated)
+        line = {**record, "generated_tokens_per_second": rate, "time": time.time()}
+        with self._directory.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._progress.step(line)
+        self._write_status()
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """Show a measurement."""
+        self._progress.evaluation(result)
+        self._write_status()
+
+    def _write_status(self) -> None:
+        if self._run is None:
+            return
+        status = self._run.status
+        self._directory.write_json(
+            self._directory.status,
+            {
+                "pid": os.getpid(),
+                "time": time.time(),
+                "phase": status.phase,
+                "moment": moment(self._run),
+                "counters": status.counters() | {"seconds": self._run.seconds},
+                "last_step": dict(status.last_step),
+            },
+        )
+
+    def finish(self, run: Run, *, wall_seconds: float) -> dict[str, Any]:
+        """Write summary.json and return it."""
+        summary = summarise(run.status, wall_seconds=wall_seconds, unfinished=run.num_unfinished, seconds=run.seconds)
+        self._directory.write_json(self._directory.summary, summary)
+        self._write_status()
+        return summary
+
+
+def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinished: int) -> dict[str, Any]:
+    """Return the run in figures: rates from 0 to 1, times in seconds."""
+    measured = status.evaluations
+    evaluation = {
+        "before": measured[0].solve_rate if measured else None,
+        "after": measured[-1].solve_rate if len(measured) > 1 else None,
+        "tasks": measured[0].num_tasks if measured else 0,
+        "samples": measured[-1].num_samples if measured else 0,
+        "failed": sum(result.num_failed for result in measured),
+    }
+    return {
+        "steps": status.steps,
+        "policy_version": status.version,
+        "wall_seconds": wall_seconds,
+        "training_seconds": seconds,
+        "tokens_generated": status.tokens_generated,
+        "tokens_trained": status.tokens_trained,
+        "max_staleness_trained": status.max_staleness_trained,
+        "max_importance_ratio": status.max_importance_ratio,
+        "weight_syncs": status.weight_syncs,
+        "weight_syncs_verified": status.weight_syncs_verified,
+        "generation_stall_seconds": status.generation_stall_seconds,
+        "trajectories": dict(status.trajectories),
+        "groups_trained": status.groups_trained,
+        "groups_dropped": dict(status.groups_dropped),
+        "groups_unfinished": unfinished,
+        "steps_skipped": status.steps_skipped,
+        "eval": evaluation,
+    }
+
+
+def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return the steps that were written; a torn last line, of a run that was killed or still writes, is left out."""
+    if not directory.metrics.exists():
+        return []
+    lines = directory.metrics.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _cut_back(directory: RunDirectory, first_step: int) -> None:
+    kept = [line for line in read_metrics(directory) if line["step"] < first_step]
+    if directory.metrics.exists():
+        directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

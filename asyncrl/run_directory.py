@@ -1,0 +1,133 @@
+"""What a run leaves on disk, and who may write there.
+
+config.toml       as resolved            metrics.jsonl   one line a step
+status.json       the present moment     summary.json    at the end
+checkpoints/      step-N/                trajectories/   one file a step
+logs/             of every child         lock            held by the orchestrator that runs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.configs import Config, differences, dump_config, load_config
+from asyncrl.errors import ConfigError
+
+_MAY_DIFFER = ("run.steps", "run.max_minutes", "run.directory", "run.keep_checkpoints", "run.checkpoint_every_steps")
+_MAY_DIFFER_SECTIONS = ("metrics", "evaluation")
+"""What a resumed run may change: how long it goes on and how it is watched, never what is learned or how."""
+
+
+class RunDirectory:
+    """The files of one run, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.status = path / "status.json"
+        self.summary = path / "summary.json"
+        self.checkpoints = path / "checkpoints"
+        self.trajectories = path / "trajectories"
+        self.logs = path / "logs"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other orchestrator out; the kernel drops the lock with this process, whatever ends it."""
+        with (self.path / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"the run directory {self.path} is in use by another asyncrl train") from None
+            yield
+
+    def write_json(self, path: Path, value: Mapping[str, Any]) -> None:
+        """Replace a JSON file in one step: a reader never sees half of it."""
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def choose(config: Config, *, resume: bool, root: Path = Path("runs")) -> RunDirectory:
+    """Return the directory that a run of `config` writes to; nothing is created yet.
+
+    Without `run.directory` a new run takes the next free runs/NAME-N and a resumed one the newest. Raises ConfigError
+    when a new run's directory holds a run, when there is nothing to resume, or when what is there was another's.
+    """
+    name = config.run.name
+    if config.run.directory != Path(""):
+        path = config.run.directory
+    else:
+        numbers = [int(n) for p in root.glob(f"{name}-*") if (n := p.name.removeprefix(f"{name}-")).isdigit()]
+        if resume and not numbers:
+            raise ConfigError(f"there is no run to resume: no {root / name}-N exists; leave --resume out")
+        path = root / f"{name}-{max(numbers, default=0) + (not resume)}"
+    directory = RunDirectory(path)
+    if resume:
+        if not directory.config.is_file():
+            raise ConfigError(f"there is no run to resume in {path}: it holds no config.toml; leave --resume out")
+        _check_same(config, load_config(directory.config), path)
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"the run directory {path} is not empty: take another directory ([run]), or go on with it by --resume"
+        )
+    return directory
+
+
+def create(directory: RunDirectory, config: Config) -> None:
+    """Make the directory and write the resolved configuration. Raises ConfigError when it cannot be written."""
+    try:
+        for path in (directory.path, directory.logs, directory.trajectories):
+            path.mkdir(parents=True, exist_ok=True)
+        directory.config.write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the run directory {directory.path}: {error.strerror} ([run])") from None
+
+
+def check_space(directory: RunDirectory, config: Config) -> None:
+    """Raise ConfigError unless the disk has room for the checkpoints that are kept and one that is being written."""
+    weights = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
+    per_checkpoint = 7 * weights  # bf16 weights; float32 masters and two float32 moments are six times those
+    needed = (config.run.keep_checkpoints + 1) * per_checkpoint
+    place = directory.path
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ConfigError(
+            f"{directory.path} needs {needed / 1e9:.1f} GB for {config.run.keep_checkpoints} + 1 checkpoints and "
+            f"{free / 1e9:.1f} GB are free: free some, lower keep_checkpoints, or take another directory ([run])"
+        )
+
+
+def _check_same(config: Config, theirs: Config, path: Path) -> None:
+    differing = {
+        key: values
+        for key, values in differences(config, theirs).items()
+        if key not in _MAY_DIFFER and key.split(".")[0] not in _MAY_DIFFER_SECTIONS
+    }
+    if differing:
+        shown = "; ".join(f"{key} is {ours!r} now and was {old!r}" for key, (ours, old) in list(differing.items())[:5])
+        raise ConfigError(f"the run directory {path} belongs to another configuration: {shown}")
+
+
+def is_running(directory: RunDirectory) -> bool:
+    """Tell whether an orchestrator holds the run's lock."""
+    lock_path = directory.path / "lock"
+    if not lock_path.exists():
+        return False
+    descriptor = os.open(lock_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

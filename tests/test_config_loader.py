@@ -1,0 +1,82 @@
+"""TOML into settings: what a person typed is used as meant, or refused by name with what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.configs import apply_overrides, build, read_toml, to_table
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    learning_rate: float = 1e-5
+    steps: int = 3
+    betas: tuple[float, float] = (0.9, 0.95)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    path: Path
+    learner: Inner = field(default_factory=Inner)
+    names: tuple[str, ...] = ()
+    on: bool = False
+
+
+def test_nested_tables_become_nested_settings_and_back() -> None:
+    table = {"path": "a/b", "learner": {"learning_rate": 1, "extra": {"x": [1, 2]}}, "names": ["p"]}
+    settings = build(Outer, table)
+    assert settings == Outer(path=Path("a/b"), learner=Inner(learning_rate=1.0, extra={"x": [1, 2]}), names=("p",))
+    assert build(Outer, to_table(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"path": "x", "learner": {"lerning_rate": 1}}, r"'lerning_rate' in \[learner\]; did you mean 'learning_rate'"),
+        ({"path": "x", "leaner": {}}, "unknown section 'leaner'; did you mean 'learner'"),
+        ({"path": "x", "zzz": {}}, "unknown section 'zzz'; allowed: learner, names, on, path"),
+        ({"path": "x", "learner": {"steps": "three"}}, r"steps \(\[learner\]\): expected `int`, got `str`, got 'three'"),
+        ({"path": "x", "learner": {"steps": 2.5}}, r"steps \(\[learner\]\)"),
+        ({"path": "x", "learner": {"betas": [0.9]}}, r"betas \(\[learner\]\)"),
+        ({"path": "x", "learner": 3}, "learner must be a section, got 3"),
+        ({"path": "x", "on": "yes"}, r"\[on\]: expected `bool`"),
+        ({"path": 3}, "path.* must be a path, got 3"),
+        ({}, r"\[path\] must be given"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_named(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(Outer, table)
+
+
+def test_overrides_are_toml_values_or_text() -> None:
+    tables = {"learner": {"steps": 1}, "path": "x"}
+    changed = apply_overrides(
+        tables, ["learner.steps=5", "learner.loss=gspo", 'learner.name="a b"', "learner.extra.x=[1]"]
+    )
+    assert changed["learner"] == {"steps": 5, "loss": "gspo", "name": "a b", "extra": {"x": [1]}}
+    assert tables["learner"] == {"steps": 1}
+
+
+@pytest.mark.parametrize("override", ["steps", "steps=3", ".steps=3", "path.steps=3"])
+def test_a_malformed_override_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        apply_overrides({"path": "x"}, [override])
+
+
+def test_a_broken_or_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no configuration file"):
+        read_toml(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run]\nsteps = = 3\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML.*line 2"):
+        read_toml(broken)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_toml(tmp_path)
