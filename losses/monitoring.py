@@ -59,8 +59,8 @@ def diagnostics(
     them that loses gradient, `clip_frac_low|high|dual`. `kl_k1`, `kl_k3`, `chi2` from behaviour to policy. `mismatch_*`
     at staleness 0: proximal (policy where that is missing) against behaviour. Staleness by token and by sequence;
     `sqrt_t_*`; `zero_variance_*` by group (success: reward > `success_reward`; all-pass: reward >= `max_reward`);
-    entropy in nats; lengths in active tokens; `truncated_frac` from `truncated` [S] bool. What the inputs
-    lack is left out.
+    entropy in nats; lengths in active tokens; `truncated_frac` from `truncated` [S] bool. A NaN reward is
+    no reward. What the inputs lack is left out.
     Raises: ConfigError without behaviour log-probs; ShapeError, ConfigError as `evaluate`.
     """
     if inputs.behaviour_logprobs is None:
@@ -197,15 +197,18 @@ def _lengths(record: Recorder, inputs: LossInputs, p: Prepared) -> dict[str, flo
     median, p95 = quantiles(p.lengths[filled], (0.5, 0.95)).tolist()
     exact = {"length_p50": median, "length_p95": p95}
     if inputs.rewards is not None:
-        exact["length_reward_rank_correlation"] = rank_correlation(p.lengths[filled], inputs.rewards[filled])
+        scored = filled & ~inputs.rewards.isnan()
+        exact["length_reward_rank_correlation"] = rank_correlation(p.lengths[scored], inputs.rewards[scored])
     return exact
 
 
 def _groups(
     record: Recorder, rewards: torch.Tensor, group_index: torch.Tensor, success_reward: float, max_reward: float
 ) -> None:
-    groups, group = torch.unique(group_index, return_inverse=True)
-    num, reward = len(groups), rewards.double()
+    scored = ~rewards.isnan()
+    reward = rewards[scored].double()
+    groups, group = torch.unique(group_index[scored], return_inverse=True)
+    num = len(groups)
     columns = [
         groups,
         torch.bincount(group, minlength=num),

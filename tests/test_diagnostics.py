@@ -136,8 +136,9 @@ def test_a_token_newer_than_the_weights_is_counted() -> None:
 
 
 def test_zero_variance_groups_are_split_and_compared_with_chance() -> None:
-    batch = hard_batch(0, (2,) * 10)
-    batch = replace(batch, pairs=[], rewards=[0, 0, 1, 1, 1, 0, 0.4, 0.4, 1, 0], groups=[5, 5, 9, 9, 2, 2, 3, 3, 4, 4])
+    batch = hard_batch(0, (2,) * 11)
+    rewards = [0, 0, 1, 1, 1, 0, 0.4, 0.4, 1, 0, math.nan]  # the last one failed
+    batch = replace(batch, pairs=[], rewards=rewards, groups=[5, 5, 9, 9, 2, 2, 3, 3, 4, 4, 5])
     found = measured(batch)
     assert found["zero_variance_frac"] == pytest.approx(3 / 5)
     assert found["zero_variance_all_fail_frac"] == pytest.approx(1 / 5)

@@ -172,9 +172,10 @@ def one_token(policy: float, behaviour: float, advantage: float) -> LossInputs:
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
-@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "sequence_clip", "dapo_dual"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "sequence_clip", "dapo_dual", "ctpo", "ctpo_no_dual"])
 def test_a_tie_takes_the_unclipped_branch(name: str, advantage: float) -> None:
-    settings = {"clip_low": 0.0, "clip_high": 0.0}
+    bounds = "window" if name.startswith("ctpo") else "clip"
+    settings = {f"{bounds}_low": 0.0, f"{bounds}_high": 0.0}
     _, gradient = value_and_gradient(name, one_token(-1.0, -1.0, advantage), **settings)
     assert gradient == [-advantage]
 
