@@ -29,6 +29,7 @@ class Counters:
     refused_forks: int = 0
     peak_memory_bytes: int | None = None
     peak_pids: int | None = None
+    cpu_s: float = 0.0
 
 
 def _read(*parts: str) -> str | None:
@@ -130,7 +131,12 @@ class Group:
             refused_forks=_number(_read(self.pids, "pids.events"), "max") or 0,
             peak_memory_bytes=peak,
             peak_pids=_number(_read(self.pids, "pids.peak")),
+            cpu_s=self._cpu_s(),
         )
+
+    def _cpu_s(self) -> float:
+        """Version 2 counts CPU time in every group, with and without controllers."""
+        return (_number(None if self.unified is None else _read(self.unified, "cpu.stat"), "usage_usec") or 0) / 1e6
 
     def kill(self) -> None:
         """Kill every process in the group; the whole of it at once where the kernel can."""

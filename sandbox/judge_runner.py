@@ -8,7 +8,7 @@ to send other answers, which the judge compares outside.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 # (annotations would be evaluated inside, by whatever Python is there)
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import posix
 import sys
 

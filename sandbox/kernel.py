@@ -33,8 +33,7 @@ class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _raise(path: str | None = None) -> None:
@@ -44,20 +43,20 @@ def _raise(path: str | None = None) -> None:
 
 def unshare(flags: int) -> None:
     """Move this process into new namespaces. Raises OSError."""
-    if _libc().unshare(ctypes.c_int(flags)) != 0:
+    if _LIBC.unshare(ctypes.c_int(flags)) != 0:
         _raise()
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """Mount `source` on `target`. Raises OSError naming the target."""
     encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
-    if _libc().mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]) != 0:
+    if _LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]) != 0:
         _raise(target)
 
 
 def unmount(target: str) -> None:
     """Detach the mount at `target`, even while something still uses it. Raises OSError."""
-    if _libc().umount2(os.fsencode(target), ctypes.c_int(MNT_DETACH)) != 0:
+    if _LIBC.umount2(os.fsencode(target), ctypes.c_int(MNT_DETACH)) != 0:
         _raise(target)
 
 
@@ -68,10 +67,9 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     Raises: OSError; ELOOP for a symbolic link on the way, EXDEV for a way out.
     """
     how = _OpenHow(flags=flags | os.O_CLOEXEC, mode=mode, resolve=_RESOLVE_ALL)
-    libc = _libc()
-    libc.syscall.restype = ctypes.c_long
+    _LIBC.syscall.restype = ctypes.c_long
     for _ in range(_OPENAT2_TRIES):
-        descriptor = libc.syscall(
+        descriptor = _LIBC.syscall(
             ctypes.c_long(_SYS_OPENAT2),
             ctypes.c_int(directory),
             os.fsencode(path),

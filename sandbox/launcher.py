@@ -11,7 +11,6 @@ bubblewrap.py starts it with an empty environment and sends it requests as `mess
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import selectors
@@ -20,18 +19,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel, leases, messages, profile, safe_files
+from asyncrl.sandbox.commands import Box, Command, Stream, exit_code, outcome, reported
+from asyncrl.sandbox.spawn import spawn
 
 _READ_BYTES = 65536
 _REMOVE_TRIES = 200  # a group stays busy for some ms after its last process; at 10 ms each, two seconds
 _KILL_GRACE_S = 10.0  # a process that is not gone by then hangs in the kernel; the sandbox is given up
-_FREE_PAGES = 4  # a write that filled the disk leaves a few pages that no further write would fit in
-_NOT_FOUND = 127  # as a shell says it
-_NOT_EXECUTABLE = 126
 _UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
 _NUM_UIDS = 60_000
 
@@ -43,80 +40,6 @@ class RequestError(Exception):
         super().__init__(message)
         self.kind = kind
         self.number = number
-
-
-@dataclass(slots=True)
-class Stream:
-    """What is kept of one output stream: its beginning and its end."""
-
-    keep: int
-    total: int = 0
-    head: bytearray = field(default_factory=bytearray)
-    tail: bytearray = field(default_factory=bytearray)
-
-    def add(self, data: bytes) -> None:
-        self.total += len(data)
-        half = self.keep // 2
-        room = half - len(self.head)
-        if room > 0:
-            self.head += data[:room]
-            data = data[room:]
-        self.tail += data
-        if len(self.tail) > 2 * self.keep:
-            del self.tail[: len(self.tail) - (self.keep - half)]
-
-    def result(self) -> tuple[bytes, bool]:
-        """Return the text with its cut marked, and whether there is one."""
-        if len(self.head) + len(self.tail) <= self.keep and self.total <= self.keep:
-            return bytes(self.head + self.tail), False
-        tail = self.tail[len(self.tail) - (self.keep - self.keep // 2) :]
-        cut = self.total - len(self.head) - len(tail)
-        return bytes(self.head) + b"\n[... %d bytes cut ...]\n" % cut + bytes(tail), True
-
-
-@dataclass(slots=True)
-class Box:
-    """One open sandbox."""
-
-    name: str
-    path: str
-    uid: int | None
-    limits: dict[str, Any]
-    group: cgroups.Group | None
-    directory: int
-    """Open file descriptor of its working directory."""
-    command: Command | None = None
-
-
-@dataclass(slots=True)
-class Command:
-    """One running command."""
-
-    request: int
-    box: Box
-    pid: int
-    pidfd: int
-    started: float
-    deadline: float
-    before: cgroups.Counters
-    streams: dict[int, Stream]
-    """By descriptor; removed at its end."""
-    outputs: tuple[Stream, Stream]
-    status: int
-    init: int = -1
-    """Descriptor of the first process inside. It becomes readable when that and all others inside are gone."""
-    stdin: int | None = None
-    pending: bytes = b""
-    status_text: bytes = b""
-    ended_by: str | None = None
-    """The limit that made the launcher end it: "wall", "output" or "closed"."""
-    exit_status: int | None = None
-    cpu_s: float = 0.0
-    when_ended: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(stream.total for stream in self.outputs)
 
 
 class Launcher:
@@ -351,96 +274,36 @@ class Launcher:
     def _start(self, request: int, box: Box, argv: list[str], stdin: bytes, wall_s: float) -> None:
         assert self._stage is not None
         before = box.group.counters() if box.group is not None else cgroups.Counters()
-        seccomp = _sealed("seccomp", self._seccomp)
-        status_read, status_write = os.pipe2(os.O_CLOEXEC)
-        arguments = _sealed("arguments", profile.arguments(self._stage, box.path, seccomp, status_write))
-        pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)]
-        stdin_read, stdin_write = os.pipe2(os.O_CLOEXEC) if stdin else (os.open(os.devnull, os.O_RDONLY), -1)
-        inherited = (seccomp, arguments, status_write)
-        command_line = [self._stage.bubblewrap, "--args", str(arguments), "--", *self._limited(box, argv)]
-        pid = os.fork()
-        if pid == 0:
-            self._become(box, command_line, (stdin_read, pipes[0][1], pipes[1][1]), inherited)
+        spawned = spawn(self._stage, box, argv, has_input=bool(stdin), seccomp=self._seccomp)
         started = time.monotonic()
-        for descriptor in (*inherited, stdin_read, pipes[0][1], pipes[1][1]):
-            os.close(descriptor)
         outputs = Stream(box.limits["kept_output_bytes"]), Stream(box.limits["kept_output_bytes"])
         command = Command(
             request=request,
             box=box,
-            pid=pid,
-            pidfd=os.pidfd_open(pid),
+            pid=spawned.pid,
+            pidfd=os.pidfd_open(spawned.pid),
             started=started,
             deadline=started + wall_s,
             before=before,
-            streams={pipes[0][0]: outputs[0], pipes[1][0]: outputs[1]},
+            streams={spawned.stdout: outputs[0], spawned.stderr: outputs[1]},
             outputs=outputs,
-            status=status_read,
+            status=spawned.status,
+            stdin=spawned.stdin,
             pending=stdin,
         )
         box.command = command
         self._commands.append(command)
-        self._starting.add(pid)
+        self._starting.add(command.pid)
         for descriptor in command.streams:
             self._watch(descriptor, selectors.EVENT_READ, partial(self._on_output, command, descriptor))
-        self._watch(status_read, selectors.EVENT_READ, partial(self._on_status, command))
+        self._watch(command.status, selectors.EVENT_READ, partial(self._on_status, command))
         self._watch(command.pidfd, selectors.EVENT_READ, partial(self._on_exit, command))
-        if stdin_write >= 0:
-            command.stdin = stdin_write
-            self._watch(stdin_write, selectors.EVENT_WRITE, partial(self._on_stdin, command))
+        if command.stdin is not None:
+            self._watch(command.stdin, selectors.EVENT_WRITE, partial(self._on_stdin, command))
 
     def _watch(self, descriptor: int, events: int, handler: Callable[[], None]) -> None:
         os.set_blocking(descriptor, False)
         self._selector.register(descriptor, events, handler)
-
-    def _limited(self, box: Box, argv: list[str]) -> list[str]:
-        """Return the command, under a limit on processes where no group counts them."""
-        if box.group is not None:
-            return argv
-        limit = f'ulimit -u {box.limits["max_pids"]} 2>/dev/null || ulimit -p {box.limits["max_pids"]}; exec "$@"'
-        return ["/bin/sh", "-c", limit, "sh", *argv]
-
-    def _become(self, box: Box, argv: list[str], standard: tuple[int, int, int], inherited: tuple[int, ...]) -> None:
-        """Turn this forked child into bubblewrap. Never returns."""
-        try:
-            for target, descriptor in enumerate(standard):
-                os.dup2(descriptor, target)
-            for descriptor in inherited:
-                os.set_inheritable(descriptor, True)
-            for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
-            for entrance in box.group.entrances() if box.group is not None else ():
-                with open(entrance, "w", encoding="ascii") as file:
-                    file.write("0")
-            with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-                file.write("500")  # when the whole machine runs out, the sandboxes go first
-            limits = box.limits
-            cpu_s = max(1, round(limits["cpu_s"]))
-            rlimits = [
-                (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-                (resource.RLIMIT_FSIZE, limits["disk_bytes"], limits["disk_bytes"]),
-                (resource.RLIMIT_NOFILE, 256, 256),
-                (resource.RLIMIT_CORE, 0, 0),
-                (resource.RLIMIT_MEMLOCK, 65536, 65536),
-            ]
-            if box.group is None:
-                rlimits.append((resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]))
-            for kind, soft, hard in rlimits:
-                ceiling = resource.getrlimit(kind)[1]
-                if ceiling != resource.RLIM_INFINITY:
-                    soft, hard = min(soft, ceiling), min(hard, ceiling)
-                resource.setrlimit(kind, (soft, hard))
-            if box.uid is not None:
-                os.setgroups([])
-                os.setresgid(box.uid, box.uid, box.uid)
-                os.setresuid(box.uid, box.uid, box.uid)
-            os.execve(argv[0], argv, {})
-        except BaseException as error:  # noqa: BLE001 - nothing may leave a forked child but its exit
-            os.write(2, f"{error}\n".encode(errors="replace"))
-            if isinstance(error, OSError) and error.errno == errno.E2BIG:
-                os._exit(_NOT_EXECUTABLE)
-        finally:
-            os._exit(125)
 
     def _on_output(self, command: Command, descriptor: int) -> None:
         try:
@@ -476,7 +339,7 @@ class Launcher:
             self._forget(command.status)
             command.status = -1
             self._finish_if_ended(command)
-        elif command.init < 0 and (pid := _reported(command.status_text, "child-pid")) is not None:
+        elif command.init < 0 and (pid := reported(command.status_text, "child-pid")) is not None:
             self._watch_init(command, pid)
         self._starting.discard(command.pid)
         self._start_waiting()
@@ -499,8 +362,7 @@ class Launcher:
 
     def _reap(self, command: Command) -> None:
         if command.exit_status is None:
-            _, command.exit_status, usage = os.wait4(command.pid, 0)
-            command.cpu_s = usage.ru_utime + usage.ru_stime
+            _, command.exit_status = os.waitpid(command.pid, 0)
             self._forget(command.pidfd)
             self._starting.discard(command.pid)
 
@@ -549,17 +411,13 @@ class Launcher:
                 self._forget(descriptor)
         counters = box.group.counters() if box.group is not None else cgroups.Counters()
         (stdout, cut), (stderr, cut_too) = command.outputs[0].result(), command.outputs[1].result()
-        exit_code = _exit_code(command.status_text)
-        if exit_code is None and stderr.startswith(b"bwrap: execvp "):
-            exit_code = _NOT_FOUND  # nothing has run, so nobody else has written this
-        elif exit_code is None and command.exit_status == _NOT_EXECUTABLE << 8:
-            exit_code = _NOT_EXECUTABLE
-        outcome, detail = self._outcome(command, counters, exit_code, stderr)
+        code = exit_code(command, stderr)
+        ended, detail = outcome(command, counters, code, stderr)
         if stuck:
-            outcome, detail = "infrastructure", "a process could not be killed"
+            ended, detail = "infrastructure", "a process could not be killed"
         reply = {
-            "outcome": outcome,
-            "exit_code": None if command.ended_by is not None or outcome == "infrastructure" else exit_code,
+            "outcome": ended,
+            "exit_code": None if command.ended_by is not None or ended == "infrastructure" else code,
             "truncated": cut or cut_too,
             "output_bytes": command.num_bytes,
             "seconds": time.monotonic() - command.started,
@@ -571,29 +429,6 @@ class Launcher:
         for action in command.when_ended:
             action()
         self._start_waiting()
-
-    def _outcome(
-        self, command: Command, counters: cgroups.Counters, exit_code: int | None, stderr: bytes
-    ) -> tuple[str, str]:
-        if command.ended_by == "closed":
-            return "infrastructure", "the sandbox was closed while the command ran"
-        if command.ended_by == "output":
-            return "output", ""
-        if counters.memory_kills > command.before.memory_kills:
-            return "memory", ""
-        if counters.refused_forks > command.before.refused_forks:
-            return "pids", ""
-        if command.ended_by == "wall":
-            return "wall", ""
-        if exit_code is None:
-            text = stderr.decode(errors="replace").strip()
-            return "infrastructure", f"bubblewrap did not start the command: {text[-500:]}"
-        if exit_code == -signal.SIGXFSZ or _is_full(command.box.path):
-            return "disk", ""
-        burned = command.cpu_s >= 0.9 * command.box.limits["cpu_s"]
-        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and burned):
-            return "cpu", ""
-        return "ok", ""
 
     # --- removal ----------------------------------------------------------------------------------------------
 
@@ -637,41 +472,13 @@ class Launcher:
             self._ledger.remove("launcher")
 
 
-def _sealed(name: str, content: bytes) -> int:
-    """Return a new memory file at its start. bubblewrap uses one up at each start."""
-    descriptor = os.memfd_create(name)
-    os.write(descriptor, content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
-
-
-def _exit_code(status: bytes) -> int | None:
-    """Return the command's exit code from bubblewrap's report, -N for signal N; None where it never started.
-
-    bubblewrap reports signal N as 128 + N, so a program that exits with such a code reads as ended by that signal.
-    """
-    code = _reported(status, "exit-code")
-    return 128 - code if code is not None and 128 < code <= 128 + signal.NSIG else code
-
-
-def _reported(status: bytes, name: str) -> int | None:
-    """Return the number `name` from the whole lines of bubblewrap's report."""
-    for line in status.splitlines(keepends=True):
-        if line.endswith(b"\n") and (number := json.loads(line).get(name)) is not None:
-            return int(number)
-    return None
-
-
-def _is_full(path: str) -> bool:
-    usage = os.statvfs(path)
-    return usage.f_bavail < _FREE_PAGES or usage.f_ffree == 0
-
-
 def main(descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end is closed."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the owner ends this process by closing the socket
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each running command takes seven
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
     Launcher(channel).serve()

@@ -45,11 +45,10 @@ def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"python must be an interpreter, got '.*python9'"):
         trio.run(main)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python9").touch(0o755)
     with pytest.raises(ConfigError, match="python must lie in an installation of Python, got"):
-        home = tmp_path / "bin" / "python9"
-        home.parent.mkdir()
-        home.touch(0o755)
-        find_python(str(home))  # binding its prefix would show a whole home to the agent
+        find_python(str(tmp_path / "bin" / "python9"))  # binding its prefix would show a whole home to the agent
 
 
 @pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="no Python below /usr")

@@ -1,0 +1,139 @@
+"""What the launcher knows of a sandbox and of a command in it, and how a command ended. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.sandbox import cgroups
+
+NOT_EXECUTABLE = 126  # as a shell says it
+NOT_FOUND = 127
+_FREE_PAGES = 4  # a write that filled the disk leaves a few pages that no further write would fit in
+
+
+@dataclass(slots=True)
+class Stream:
+    """What is kept of one output stream: its beginning and its end."""
+
+    keep: int
+    total: int = 0
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        half = self.keep // 2
+        room = half - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        if len(self.tail) > 2 * self.keep:
+            del self.tail[: len(self.tail) - (self.keep - half)]
+
+    def result(self) -> tuple[bytes, bool]:
+        """Return the text with its cut marked, and whether there is one."""
+        if len(self.head) + len(self.tail) <= self.keep and self.total <= self.keep:
+            return bytes(self.head + self.tail), False
+        tail = self.tail[len(self.tail) - (self.keep - self.keep // 2) :]
+        cut = self.total - len(self.head) - len(tail)
+        return bytes(self.head) + b"\n[... %d bytes cut ...]\n" % cut + bytes(tail), True
+
+
+@dataclass(slots=True)
+class Box:
+    """One open sandbox."""
+
+    name: str
+    path: str
+    uid: int | None
+    limits: dict[str, Any]
+    group: cgroups.Group | None
+    directory: int
+    """Open file descriptor of its working directory."""
+    command: Command | None = None
+
+
+@dataclass(slots=True)
+class Command:
+    """One running command."""
+
+    request: int
+    box: Box
+    pid: int
+    pidfd: int
+    started: float
+    deadline: float
+    before: cgroups.Counters
+    streams: dict[int, Stream]
+    """By descriptor; removed at its end."""
+    outputs: tuple[Stream, Stream]
+    status: int
+    init: int = -1
+    """Descriptor of the first process inside. It becomes readable when that and all others inside are gone."""
+    stdin: int | None = None
+    pending: bytes = b""
+    status_text: bytes = b""
+    ended_by: str | None = None
+    """The limit that made the launcher end it: "wall", "output" or "closed"."""
+    exit_status: int | None = None
+    when_ended: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stream.total for stream in self.outputs)
+
+
+def exit_code(command: Command, stderr: bytes) -> int | None:
+    """Return the command's exit code, -N for signal N; None where it never started.
+
+    bubblewrap reports signal N as 128 + N, so a program that exits with such a code reads as ended by that signal.
+    """
+    code = reported(command.status_text, "exit-code")
+    if code is not None:
+        return 128 - code if 128 < code <= 128 + signal.NSIG else code
+    if stderr.startswith(b"bwrap: execvp "):
+        return NOT_FOUND  # nothing has run, so nobody else has written this
+    return NOT_EXECUTABLE if command.exit_status == NOT_EXECUTABLE << 8 else None
+
+
+def reported(status: bytes, name: str) -> int | None:
+    """Return the number `name` from the whole lines of bubblewrap's report."""
+    for line in status.splitlines(keepends=True):
+        if line.endswith(b"\n") and (number := json.loads(line).get(name)) is not None:
+            return int(number)
+    return None
+
+
+def outcome(command: Command, after: cgroups.Counters, code: int | None, stderr: bytes) -> tuple[str, str]:
+    """Return how a command ended, told from what was counted, and what failed where the sandbox did."""
+    before, limits = command.before, command.box.limits
+    if command.ended_by == "closed":
+        return "infrastructure", "the sandbox was closed while the command ran"
+    if command.ended_by == "output":
+        return "output", ""
+    if after.memory_kills > before.memory_kills:
+        return "memory", ""
+    if after.refused_forks > before.refused_forks:
+        return "pids", ""
+    if command.ended_by == "wall":
+        return "wall", ""
+    if code is None:
+        text = stderr.decode(errors="replace").strip()
+        return "infrastructure", f"bubblewrap did not start the command: {text[-500:]}"
+    if code == -signal.SIGXFSZ or _is_full(command.box.path):
+        return "disk", ""
+    burned = after.cpu_s - before.cpu_s >= 0.9 * limits["cpu_s"]
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and burned):
+        return "cpu", ""
+    return "ok", ""
+
+
+def _is_full(path: str) -> bool:
+    usage = os.statvfs(path)
+    return usage.f_bavail < _FREE_PAGES or usage.f_ffree == 0

@@ -1,0 +1,113 @@
+"""The forked child that becomes bubblewrap. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.sandbox import profile
+from asyncrl.sandbox.commands import NOT_EXECUTABLE, Box
+
+_FAILED = 125
+_OPEN_FILES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawned:
+    """A process that was just started, and our ends of its pipes."""
+
+    pid: int
+    stdin: int | None
+    """None where it has no input, and sees its end at once."""
+    stdout: int
+    stderr: int
+    status: int
+    """Where bubblewrap reports on the command."""
+
+
+def spawn(stage: profile.Stage, box: Box, argv: Sequence[str], *, has_input: bool, seccomp: bytes) -> Spawned:
+    """Start a command in a sandbox. Raises OSError where no process can be had."""
+    status, status_write = os.pipe2(os.O_CLOEXEC)
+    filter_file = _sealed("seccomp", seccomp)  # bubblewrap uses one up at each start
+    arguments = _sealed("arguments", profile.arguments(stage, box.path, filter_file, status_write))
+    stdout, stdout_write = os.pipe2(os.O_CLOEXEC)
+    stderr, stderr_write = os.pipe2(os.O_CLOEXEC)
+    stdin_read, stdin = os.pipe2(os.O_CLOEXEC) if has_input else (os.open(os.devnull, os.O_RDONLY), None)
+    standard, inherited = (stdin_read, stdout_write, stderr_write), (filter_file, arguments, status_write)
+    command_line = [stage.bubblewrap, "--args", str(arguments), "--", *_limited(box, argv)]
+    pid = os.fork()
+    if pid == 0:
+        _become(box, command_line, standard, inherited)
+    for descriptor in (*standard, *inherited):
+        os.close(descriptor)
+    return Spawned(pid=pid, stdin=stdin, stdout=stdout, stderr=stderr, status=status)
+
+
+def _sealed(name: str, content: bytes) -> int:
+    """Return a new memory file, at its start."""
+    descriptor = os.memfd_create(name)
+    os.write(descriptor, content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _limited(box: Box, argv: Sequence[str]) -> list[str]:
+    """Return the command, under a limit on processes where no group counts them."""
+    if box.group is not None:
+        return list(argv)
+    limit = f'ulimit -u {box.limits["max_pids"]} 2>/dev/null || ulimit -p {box.limits["max_pids"]}; exec "$@"'
+    return ["/bin/sh", "-c", limit, "sh", *argv]
+
+
+def _become(box: Box, argv: Sequence[str], standard: Sequence[int], inherited: Sequence[int]) -> None:
+    """Turn this forked child into bubblewrap. Never returns."""
+    try:
+        for target, descriptor in enumerate(standard):
+            os.dup2(descriptor, target)
+        for descriptor in inherited:
+            os.set_inheritable(descriptor, True)
+        for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        for entrance in box.group.entrances() if box.group is not None else ():
+            _write(entrance, "0")
+        _write("/proc/self/oom_score_adj", "500")  # when the whole machine runs out, the sandboxes go first
+        _limit_resources(box)
+        if box.uid is not None:
+            os.setgroups([])
+            os.setresgid(box.uid, box.uid, box.uid)
+            os.setresuid(box.uid, box.uid, box.uid)
+        os.execve(argv[0], list(argv), {})
+    except BaseException as error:  # noqa: BLE001 - nothing may leave a forked child but its exit
+        os.write(2, f"{error}\n".encode(errors="replace"))
+        if isinstance(error, OSError) and error.errno == errno.E2BIG:
+            os._exit(NOT_EXECUTABLE)
+    finally:
+        os._exit(_FAILED)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def _limit_resources(box: Box) -> None:
+    limits = box.limits
+    cpu_s = max(1, round(limits["cpu_s"]))
+    wanted = [
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+        (resource.RLIMIT_FSIZE, limits["disk_bytes"], limits["disk_bytes"]),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 65536, 65536),
+    ]
+    if box.group is None:
+        wanted.append((resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]))
+    for kind, soft, hard in wanted:
+        ceiling = resource.getrlimit(kind)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(kind, (soft, hard))
