@@ -6,11 +6,15 @@ An aggregation is a weight per token. Every denominator can be given from outsid
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.losses.inputs import Count, LossInputs, Prepared
+from asyncrl.losses.inputs import LossInputs, Prepared
 from asyncrl.losses.segments import Segments
+
+_DENOMINATORS = tuple(field.name for field in fields(LossInputs) if field.name.startswith("num_"))
 
 
 def token_weights(
@@ -19,45 +23,53 @@ def token_weights(
     """Return [T] float64, what the loss of each token in `mask` is multiplied by before summing; 0 elsewhere.
 
     `mask` is the active tokens, or with `kept` those that a renormalising loss has not dropped.
-    Raises: ConfigError when an input is missing, or a denominator of the kept tokens is.
+    Raises: ConfigError when an input or a denominator is missing.
     """
-    segments, device = prepared.segments, prepared.policy.device
+    segments = prepared.segments
     active = mask.double()
     lengths_S = segments.sum(active) if kept else prepared.lengths
-    if kept and inputs.num_kept_tokens is None and inputs.num_loss_tokens is not None:
-        raise ConfigError(
-            "this loss divides by the tokens that it keeps: beside num_loss_tokens give num_kept_tokens and "
-            "num_kept_sequences (asyncrl.losses.denominators computes them)"
-        )
-
-    def scalar(given: Count | None, here: torch.Tensor) -> torch.Tensor:
-        value = here if given is None else torch.as_tensor(given, dtype=torch.float64, device=device)
-        return value.clamp(min=1.0)  # 0 only where nothing is active anywhere
-
     if aggregation == "sum":
         return active
     if aggregation == "token_mean":
-        return active / scalar(inputs.num_kept_tokens if kept else inputs.num_loss_tokens, lengths_S.sum())
+        return active / denominator(inputs, "num_kept_tokens" if kept else "num_loss_tokens", lengths_S.sum())
     if aggregation == "const":
-        all_sequences = torch.tensor(float(segments.num_sequences), dtype=torch.float64, device=device)
-        return active / (scalar(inputs.num_all_sequences, all_sequences) * const_length)
+        every = active.new_tensor(float(segments.num_sequences))
+        non_empty_given = inputs.num_all_sequences is None and inputs.num_sequences is not None
+        given = "num_sequences" if non_empty_given else "num_all_sequences"
+        return active / (denominator(inputs, given, every) * const_length)
     if aggregation == "prompt_mean":
         prompt_tokens_S, here = prompt_counts(inputs, segments, lengths_S)
-        return active / (scalar(inputs.num_prompts, here) * segments.spread(prompt_tokens_S.clamp(min=1.0)))
-    given = inputs.num_kept_sequences if kept else inputs.num_sequences
-    weights = active / scalar(given, (lengths_S > 0).double().sum())
+        prompts = denominator(inputs, "num_prompts", here)
+        return active / (prompts * segments.spread(prompt_tokens_S.clamp(min=1.0)))
+    filled = (lengths_S > 0).double().sum()
+    weights = active / denominator(inputs, "num_kept_sequences" if kept else "num_sequences", filled)
     if aggregation == "seq_mean_token_mean":
         weights = weights / segments.spread(lengths_S.clamp(min=1.0))
     return weights
+
+
+def denominator(inputs: LossInputs, name: str, here: torch.Tensor) -> torch.Tensor:
+    """Return [] float64, the denominator `name` as given for the whole batch, or as counted `here`; at least 1.
+
+    Raises: ConfigError when others are given and this one is not: one counted over a microbatch would be wrong.
+    """
+    value = getattr(inputs, name)
+    if value is None:
+        others = [other for other in _DENOMINATORS if getattr(inputs, other) is not None]
+        if others:
+            raise ConfigError(
+                f"{others[0]} is given and {name} is not: this loss divides by it, so give it for the whole batch too "
+                "(asyncrl.losses.denominators counts all of them)"
+            )
+        value = here
+    return torch.as_tensor(value, dtype=torch.float64, device=here.device).clamp(min=1.0)
 
 
 def observation_weight(inputs: LossInputs, prepared: Prepared) -> torch.Tensor:
     """Return [T] float64, 1 / (observation tokens of the whole batch) on observation tokens, 0 elsewhere."""
     assert prepared.observation is not None
     tokens = prepared.observation.double()
-    given = inputs.num_observation_tokens
-    count = tokens.sum() if given is None else torch.as_tensor(given, dtype=torch.float64, device=tokens.device)
-    return tokens / count.clamp(min=1.0)
+    return tokens / denominator(inputs, "num_observation_tokens", tokens.sum())
 
 
 def prompt_counts(inputs: LossInputs, segments: Segments, lengths_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from asyncrl.errors import ConfigError, ShapeError
-from asyncrl.losses.aggregation import observation_weight, prompt_counts, token_weights
+from asyncrl.losses.aggregation import denominator, observation_weight, prompt_counts, token_weights
 from asyncrl.losses.clips import ppo_clip, probability_moved, sqrt_window, within
 from asyncrl.losses.corrections import correction_weight, drifted
 from asyncrl.losses.inputs import LossInputs, LossOutput, Prepared, prepare
@@ -34,33 +34,16 @@ def evaluate(name: str, inputs: LossInputs, /, **settings: Any) -> LossOutput:
     record = Recorder()
     loss = prepared.policy[:0].sum()  # 0 with a graph, so that every rank runs backward
     token_loss = torch.zeros_like(prepared.policy, requires_grad=False)
-    active_weights = token_weights(
-        inputs,
-        prepared,
-        prepared.mask,
-        aggregation=resolved.aggregation,
-        const_length=resolved.const_length,
-        kept=False,
-    )
     if resolved.objective == "pairs":
         pair_loss, token_loss = _pairs(inputs, prepared, resolved, record)
         loss = loss + pair_loss
     elif resolved.objective != "kl":
-        weights = active_weights
-        if resolved.renormalise:
-            weights = token_weights(
-                inputs,
-                prepared,
-                term.kept,
-                aggregation=resolved.aggregation,
-                const_length=resolved.const_length,
-                kept=True,
-            )
+        weights = _weights(inputs, prepared, resolved, term.kept if resolved.renormalise else None)
         loss = loss + (weights * term.loss).sum()
         token_loss = token_loss + term.loss.detach()
         record.mean("policy_loss", term.loss, prepared.mask)
     for label, coef, values in _side_terms(prepared, resolved, term):
-        loss = loss + coef * (active_weights * values).sum()
+        loss = loss + coef * (_weights(inputs, prepared, resolved) * values).sum()
         token_loss = token_loss + coef * torch.where(prepared.mask, values.detach(), 0.0)
         record.mean(label, values, prepared.mask)
     if resolved.observation_coef:
@@ -231,21 +214,31 @@ def _side_terms(p: Prepared, s: LossSettings, term: _Term) -> list[tuple[str, fl
     return terms
 
 
+def _weights(inputs: LossInputs, p: Prepared, s: LossSettings, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the aggregation's weight of every active token, or of every token that is `kept`, [T]."""
+    return token_weights(
+        inputs,
+        p,
+        p.mask if kept is None else kept,
+        aggregation=s.aggregation,
+        const_length=s.const_length,
+        kept=kept is not None,
+    )
+
+
 def _pairs(inputs: LossInputs, p: Prepared, s: LossSettings, record: Recorder) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean over pairs [], and each pair's loss divided evenly over its active tokens [T]."""
     assert inputs.pairs is not None
     pairs = inputs.pairs.long().reshape(-1, 2)
     losses = pair_losses(p, pairs, s.dpo_beta)
-    given = inputs.num_pairs
-    here = losses.new_tensor(float(len(losses)))
-    count = here if given is None else torch.as_tensor(given, dtype=torch.float64, device=losses.device)
     record.mean("pair_loss", losses, torch.ones_like(losses, dtype=torch.bool))
     record.mean("pair_accuracy", (losses < 0.6931471805599453).double(), torch.ones_like(losses, dtype=torch.bool))
     tokens_P = p.lengths[pairs].sum(1).clamp(min=1.0)
     per_token_S = torch.zeros_like(p.lengths)
     for side in (0, 1):
         per_token_S = per_token_S.index_add(0, pairs[:, side], losses.detach() / tokens_P)
-    return losses.sum() / count.clamp(min=1.0), torch.where(p.mask, p.segments.spread(per_token_S), 0.0)
+    count = denominator(inputs, "num_pairs", losses.new_tensor(float(len(losses))))
+    return losses.sum() / count, torch.where(p.mask, p.segments.spread(per_token_S), 0.0)
 
 
 def _custom_term(inputs: LossInputs, p: Prepared, s: LossSettings) -> _Term:

@@ -64,11 +64,11 @@ class LossInputs:
     """[T] nats; exact entropy of the policy at token t. Gets a gradient."""
     num_loss_tokens: Count | None = None
     """Active tokens of the whole optimizer batch, over all microbatches and ranks; None: those given here. So for
-    every `num_` below; `asyncrl.losses.denominators` computes them."""
+    every `num_` below: give all that the loss divides by, or none; `asyncrl.losses.denominators` counts them."""
     num_sequences: Count | None = None
     """Sequences with an active token."""
     num_all_sequences: Count | None = None
-    """All sequences, empty ones included (aggregation `const`)."""
+    """All sequences, empty ones included (aggregation `const`); `num_sequences` where only that is given."""
     num_observation_tokens: Count | None = None
     num_prompts: Count | None = None
     """Groups with an active token."""
@@ -128,7 +128,7 @@ def prepare(
     if policy.dim() != 1:
         raise ShapeError(f"policy_logprobs must be [T], got {list(policy.shape)}")
     num_tokens = policy.numel()
-    segments = segments_of(inputs.cu_seqlens, num_tokens)
+    segments = segments_of(inputs.cu_seqlens.to(policy.device), num_tokens)
     _check_shapes(inputs, num_tokens, segments.num_sequences)
     mask = _as_mask("loss_mask", inputs.loss_mask)
     if min_reward is not None:

@@ -83,10 +83,34 @@ def test_terms_and_aggregations_name_what_they_miss() -> None:
         evaluate("dapo", small(), entropy_coef=0.1)
     with pytest.raises(ConfigError, match="needs group_index"):
         evaluate("dapo", small(), aggregation="prompt_mean")
-    with pytest.raises(ConfigError, match="give num_kept_tokens"):
-        evaluate("mis_renorm", packed(hard_batch(1), num_loss_tokens=10))
     with pytest.raises(ConfigError, match="diagnostics need behaviour_logprobs"):
         diagnostics(small(behaviour_logprobs=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "missing"),
+    [
+        ("mis_renorm", {}, "num_kept_tokens"),
+        ("gspo", {}, "num_sequences"),
+        ("echo", {}, "num_observation_tokens"),
+        ("dapo", {"aggregation": "prompt_mean"}, "num_prompts"),
+        ("dr_grpo", {}, "num_all_sequences"),
+        ("dpo", {}, "num_pairs"),
+    ],
+)
+def test_a_denominator_of_a_microbatch_is_not_mixed_with_those_of_the_whole(
+    name: str, settings: dict[str, Any], missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"num_loss_tokens is given and {missing} is not"):
+        evaluate(name, packed(hard_batch(1), num_loss_tokens=10), **settings)
+    given = packed(hard_batch(1), **{"num_loss_tokens": 10, missing: 2})
+    assert evaluate(name, given, **settings).loss.isfinite()
+
+
+def test_const_takes_the_number_of_sequences_where_only_that_is_given() -> None:
+    batch = hard_batch(1)
+    one, other = packed(batch, num_sequences=5), packed(batch, num_all_sequences=5)
+    assert evaluate("dr_grpo", one).loss == evaluate("dr_grpo", other).loss
 
 
 @pytest.mark.parametrize("name", ["sft", "kl_k2", "reinforce"])

@@ -180,6 +180,15 @@ def test_a_tie_takes_the_unclipped_branch(name: str, advantage: float) -> None:
     assert gradient == [-advantage]
 
 
+@pytest.mark.parametrize("name", ["icepop", "mis"])
+def test_a_ratio_on_the_bound_of_a_mask_is_kept(name: str) -> None:
+    part = "ratio" if name == "icepop" else "correction"
+    bounds = {f"{part}_low": 1.0, f"{part}_high": 1.0}
+    inputs = one_token(-1.0, -1.0, 2.0)
+    inputs = reference.replace(inputs, proximal_logprobs=inputs.behaviour_logprobs)
+    assert value_and_gradient(name, inputs, **bounds)[1] == [-2.0]
+
+
 @pytest.mark.parametrize("name", ["prefix_is", "sequence_clip", "gspo_token", "importance_sampling"])
 def test_a_log_ratio_of_exactly_20_still_has_its_gradient(name: str) -> None:
     settings = {"clip_high": 1e12} if name in ("sequence_clip", "gspo_token") else {}
