@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tiny_model import write_byte_tokenizer
 from tree import ROOT, module_files
 
 from asyncrl.cli import main
@@ -34,6 +35,19 @@ def commands() -> list[list[str]]:
 def make_targets() -> set[str]:
     """Return what can be made."""
     return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `model_directory` of the docstrings: a tokenizer and a chat template in the usual form."""
+    directory = tmp_path_factory.mktemp("model")
+    write_byte_tokenizer(directory)
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return directory
 
 
 def test_every_shell_command_is_of_a_kind_that_is_tested_here() -> None:
@@ -104,10 +118,10 @@ def test_python_of_the_readme_runs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [name for name in module_files() if name not in WITHOUT_EXAMPLES])
-def test_examples_in_docstrings_work(module: str) -> None:
+def test_examples_in_docstrings_work(module: str, model_directory: Path) -> None:
     if ">>>" not in module_files()[module].read_text(encoding="utf-8"):
         return
     flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
-    result = doctest.testmod(importlib.import_module(module), optionflags=flags)
-    assert result.attempted
+    names = {"model_directory": model_directory}
+    result = doctest.testmod(importlib.import_module(module), extraglobs=names, optionflags=flags)
     assert not result.failed
