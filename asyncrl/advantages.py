@@ -35,6 +35,10 @@ def group_advantages(
     Source: GRPO arXiv:2402.03300 (mean, group_std); Dr. GRPO arXiv:2503.20783 (mean, none); RLOO arXiv:2402.14740
     (leave_one_out); maximum likelihood arXiv:2602.02710 (mean, group_mean).
     Raises: ShapeError; ConfigError for an unknown name, a reward not finite, or negative with "group_mean".
+
+    Example:
+        >>> group_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([4, 4, 9])).tolist()
+        [0.5, -0.5, 0.0]
     """
     _check_choice("baseline", baseline, BASELINES)
     _check_choice("scale", scale, SCALES)

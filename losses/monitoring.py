@@ -30,7 +30,15 @@ RATIO_EDGES = tuple(math.exp(edge) for edge in _LOG_EDGES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostics:
-    """What `diagnostics` returns. `diagnostics(inputs)["token_weight_max"]` reads one value."""
+    """What `diagnostics` returns.
+
+    Example:
+        >>> one = torch.tensor([-1.0])
+        >>> inputs = LossInputs(policy_logprobs=one + 0.5, behaviour_logprobs=one, loss_mask=torch.tensor([True]),
+        ...                     cu_seqlens=torch.tensor([0, 1]))
+        >>> round(diagnostics(inputs)["token_weight_max"], 3)
+        1.649
+    """
 
     values: Mapping[str, float]
     """Exact for the batch that was given; NaN where nothing was measured."""

@@ -244,6 +244,11 @@ Record = Sum | Mean | Max | Min | EffectiveSampleSize | Histogram | Counts | Gro
 def reduce(parts: Iterable[Mapping[str, Record]]) -> dict[str, Record]:
     """Return the metrics of all `parts` (microbatches, or ranks) as if they had been one batch.
 
+    Example:
+        >>> finalise(reduce([{"kl": Mean(1.0, 4.0)}, {"kl": Mean(2.0, 2.0)}]))
+        {'kl': 0.5}
+
+
     A name that some parts lack is merged over those that have it.
     Raises: TypeError when one name stands for different kinds of record.
     """
