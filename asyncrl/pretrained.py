@@ -114,7 +114,7 @@ def _convert(source: Path, directory: Path) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     # The dequantiser draws a progress bar on stderr that no setting turns off.
     with contextlib.redirect_stderr(io.StringIO()):
         quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
