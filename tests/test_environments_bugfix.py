@@ -30,6 +30,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 # --- tasks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_bug_is_seen_by_hidden_tests_that_no_example_shows(seed: int) -> None:
     for name, bug in BUGS:
@@ -46,6 +47,7 @@ def test_every_bug_is_seen_by_hidden_tests_that_no_example_shows(seed: int) -> N
         assert json.loads(json.dumps(data)) == data, f"{where}: not JSON-like"
 
 
+@pytest.mark.slow
 def test_most_prompts_show_an_example_that_fails() -> None:
     shown = 0
     for name, bug in BUGS:

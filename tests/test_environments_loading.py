@@ -83,18 +83,20 @@ def following(environment: Environment, count: int) -> list[Task]:
     return [environment.get_item() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_an_environment_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     environment, restored = load(EnvironmentSettings(), tmp_path), load(EnvironmentSettings(), tmp_path)
-    following(environment, 150)
+    following(environment, 100)
     restored.restore(environment.state())
     assert following(restored, 20) == following(environment, 20)
 
 
+@pytest.mark.slow
 def test_held_out_tasks_are_the_same_for_every_seed_and_never_asked(tmp_path: Path) -> None:
     one, other = load(EnvironmentSettings(), tmp_path, seed=1), load(EnvironmentSettings(), tmp_path, seed=2)
     assert one.held_out() == other.held_out()
     functions = {task.data["function"] for task in one.held_out()}
-    assert not functions & {task.data["function"] for task in following(one, 200)}
+    assert not functions & {task.data["function"] for task in following(one, 100)}
     assert following(one, 5) != following(other, 5)
 
 

@@ -30,7 +30,8 @@ class BugFixSettings(RolloutSettings):
     reward = solved * (1 - rambling_penalty * rambling) + (1 - solved) * partial_weight * partial, from 0 to 1.
     """
 
-    max_tokens: int = 48
+    max_tokens: int = 40
+    """The longest reference has 33 tokens of a byte-pair vocabulary; what is longer is hardly ever right."""
     partial_weight: float = 0.2
     """Paid for all hidden tests that the unfixed code fails, where some still fail; 0 pays for solutions only."""
     rambling_penalty: float = 0.0

@@ -23,34 +23,55 @@ TEMPLATES: Mapping[str, Template] = {
 }
 
 HELD_OUT: tuple[str, ...] = (
-    "square",
-    "half",
-    "larger",
-    "last_digit",
-    "perimeter",
-    "midpoint",
-    "sum_of_three",
-    "fahrenheit",
-    "first",
-    "mean",
-    "evens",
-    "contains",
-    "dot",
-    "every_other",
-    "lengths",
-    "is_sorted",
-    "drop_zeros",
-    "first_word",
     "is_palindrome",
-    "shout",
+    "last_digit",
+    "first",
+    "sum_of_three",
+    "best",
+    "drop_zeros",
+    "mean",
+    "fahrenheit",
+    "evens",
+    "lengths",
+    "contains",
+    "can_vote",
+    "first_word",
+    "larger",
+    "is_sorted",
     "has_prefix",
     "remove_spaces",
-    "can_vote",
-    "best",
+    "perimeter",
+    "half",
+    "midpoint",
+    "every_other",
+    "dot",
+    "speed",
+    "is_longer",
 )
 """Functions that are never trained on, chosen by hand: no renamed copy of another, about as hard as the others."""
 
-HARD: tuple[str, ...] = ("count_each",)
+HARD: tuple[str, ...] = (
+    "count_each",
+    "running_totals",
+    "flatten",
+    "unique",
+    "fibonacci",
+    "is_leap_year",
+    "sign",
+    "divide",
+    "max_or_zero",
+    "is_valid_index",
+    "without_vowels",
+    "short_words",
+    "is_square",
+    "fee",
+    "middle_letter",
+    "first_or_none",
+    "second_largest",
+    "has_duplicates",
+    "clamp",
+    "extension",
+)
 """Functions that a model of 135M parameters hardly ever repairs: asked only where `hard` is set, since a group without
 a success teaches nothing."""
 
@@ -85,8 +106,10 @@ def build_task(template: Template, bug: int, *, seed: int, environment: str = "b
     else:
         hidden = list(_fresh(template.edges, seen))
         pool = list(_draw(template, random, seen, NUM_VISIBLE + 3 * NUM_HIDDEN))
-        failing = [arguments for arguments in pool if not passes(arguments)]
-        passing = [arguments for arguments in pool if passes(arguments)]
+        failing: list[Arguments] = []
+        passing: list[Arguments] = []
+        for arguments in pool:
+            (passing if passes(arguments) else failing).append(arguments)
         if len(failing) + sum(not passes(arguments) for arguments in hidden) > 1 and failing:
             visible = [failing.pop(0)]
             visible += [(passing or failing).pop(0)]
