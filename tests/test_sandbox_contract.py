@@ -219,6 +219,31 @@ def test_strays_end_with_their_command(backend: str, tmp_path: Path) -> None:
     with_backend(body, tmp_path, backend=backend)
 
 
+def test_a_stray_that_is_slow_to_die_is_dead_when_the_result_is_read(backend: str, tmp_path: Path) -> None:
+    """Kills the mutant that answers when bubblewrap has ended, which is before all within have."""
+    mark = f"3159{os.getpid()}"
+    source = f"""
+import os, time
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    os.closerange(0, 3)
+    hoard = b"{mark}" * (70 * 2**20 // {len(mark)})
+    os.write(write, b"x")
+    time.sleep(60)
+os.read(read, 1)
+"""
+
+    async def body(sandboxes: SandboxBackend) -> None:
+        async with await sandboxes.open({}, limits=LIMITS) as sandbox:
+            for _ in range(5):
+                result = await sandbox.exec(python(sandboxes, source))
+                assert processes_with(mark) == []
+                assert (result.outcome, result.exit_code) == (Outcome.OK, 0)
+
+    with_backend(body, tmp_path, backend=backend)
+
+
 def test_a_cancelled_command_is_ended_and_the_sandbox_goes_on(backend: str, tmp_path: Path) -> None:
     mark = f"3154{os.getpid()}"
 
