@@ -156,7 +156,7 @@ def test_a_tied_output_embedding_may_be_sent_or_left_out() -> None:
 
 
 def test_a_model_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match="no \\*.safetensors"):
+    with pytest.raises(WeightSyncError, match=r"no \*\.safetensors"):
         checkpoint_shapes(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(WeightSyncError, match="cut short"):

@@ -50,6 +50,8 @@ class EngineStatistics:
 
     running: int
     """Requests in the engine."""
+    begun: int
+    """Those of them whose first token has been sampled."""
     waiting: int
     """Requests that wait for a place or for a sync to end."""
     completed: int
@@ -168,6 +170,7 @@ class VLLMEngine:
         places = self._places.statistics()
         return EngineStatistics(
             running=len(self._sent),
+            begun=sum(request.begun for request in self._sent),
             waiting=places.tasks_waiting + places.borrowed_tokens - len(self._sent),
             completed=self._completed,
             failed=self._failed,

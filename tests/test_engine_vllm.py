@@ -1,0 +1,520 @@
+"""Promises of the engines' side that only a real vLLM can keep. One server, started once for all tests here."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from tiny_model import build_tiny_model, state_of
+
+from asyncrl.engines import EnginePool, EngineSettings, KVOnSync, SamplingSettings, VLLMEngine, command, free_port
+from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.types import Completion, FinishReason, TokenIds, WeightManifest
+from asyncrl.weight_sync import combined_digest
+from asyncrl.weight_sync.shared_memory import SharedMemoryPublisher
+
+pytestmark = pytest.mark.engine
+
+SETTINGS = EngineSettings(
+    dtype="float32", max_model_len=1024, max_num_seqs=8, kv_cache_gib=0.125, threads=1, request_timeout_s=120.0
+)
+TOLERANCE = 2e-3  # nats, float32 on both sides; kernels differ. Another version's log-prob is off by 0.5 on average
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A running vLLM server and what it was started from."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    model_directory: Path
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("tiny")
+    build_tiny_model(directory / "model")
+    port = free_port()
+    argv, environment = command(SETTINGS, str(directory / "model"), port)
+    log = directory / "vllm.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    started = Server(url=f"http://127.0.0.1:{port}", process=process, model_directory=directory / "model", log=log)
+    try:
+        yield started
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rig:
+    """An engine and a publisher of one run, and every version's weights."""
+
+    engine: VLLMEngine
+    publisher: SharedMemoryPublisher
+    directory: Path
+    versions: dict[int, dict[str, torch.Tensor]]
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor] | None = None) -> WeightManifest:
+        """Publish `tensors`, or weights that are far from every other version's."""
+        self.versions[version] = dict(tensors or perturbed(state_of(self.directory), seed=version))
+        return self.publisher.publish(self.versions[version], version)
+
+
+def perturbed(state: Mapping[str, torch.Tensor], *, seed: int) -> dict[str, torch.Tensor]:
+    """Return the weights with every matrix drawn anew, so wide that versions differ by half a nat a token and more."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor.clone() if tensor.ndim == 1 else torch.randn(tensor.shape, generator=generator) * 0.1
+        for name, tensor in state.items()
+    }
+
+
+def run(server: Server, body: Callable[[Rig], Awaitable[None]], **changes: Any) -> None:
+    """Run an async test body with a fresh client, bound to a fresh run, holding version 1."""
+
+    async def main() -> None:
+        with trio.fail_after(240):
+            async with rig(server, **changes) as ready:
+                await body(ready)
+
+    trio.run(main)
+
+
+@asynccontextmanager
+async def rig(server: Server, **changes: Any) -> Any:
+    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    settings = replace(SETTINGS, **changes)
+    async with VLLMEngine(
+        "engine-0", server.url, settings, SamplingSettings(), end_token_ids=(), run_id=run_id
+    ) as engine:
+        with SharedMemoryPublisher(run_id=run_id) as publisher:
+            await healthy(server, engine)
+            ready = Rig(engine=engine, publisher=publisher, directory=server.model_directory, versions={})
+            await engine.pull(ready.publish(1))
+            yield ready
+
+
+async def healthy(server: Server, engine: VLLMEngine) -> None:
+    try:
+        await engine.wait_healthy(SETTINGS.start_timeout_s)
+    except EngineError as error:
+        raise AssertionError(f"{error}\n{server.log.read_text()[-3000:]}") from error
+
+
+async def sample_many(
+    engine: VLLMEngine | EnginePool, prompts: Sequence[TokenIds], max_tokens: int
+) -> dict[int, Completion]:
+    """Return a completion of every prompt, all asked for at once."""
+    completions: dict[int, Completion] = {}
+
+    async def one(place: int) -> None:
+        completions[place] = await engine.sample(prompts[place], max_tokens=max_tokens, trajectory_id=f"t-{place}")
+
+    async with trio.open_nursery() as nursery:
+        for place in range(len(prompts)):
+            nursery.start_soon(one, place)
+    return completions
+
+
+async def wait_begun(engine: VLLMEngine, number: int) -> None:
+    """Return when that many of the rig's requests have sampled their first token."""
+    # only a test waits for this, so the engine offers no event for it
+    while (now := engine.statistics()).begun + now.completed < number:  # noqa: ASYNC110
+        await trio.sleep(0.005)
+
+
+def model_of(directory: Path, state: Mapping[str, torch.Tensor]) -> Any:
+    """Return transformers' model with these weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(directory)).float().eval()
+    model.load_state_dict(dict(state))
+    return model
+
+
+def distances(rig: Rig, prompt: TokenIds, completion: Completion, *, recomputed: bool = False) -> torch.Tensor:
+    """Return [n, 3], nats: how far each recorded log-prob is from its version's and its neighbours', given the history.
+
+    The columns are the version on the label, the one before it and the one after it; infinite where there is none.
+
+    The keys and values of a token are written in the step that samples the next one, so by the version that labels
+    the next one: a span's inputs begin one token before it. With `recomputed`, each span starts from keys and values
+    that its own version wrote.
+    """
+    from transformers import DynamicCache
+
+    models = {version: model_of(rig.directory, state) for version, state in rig.versions.items()}
+    everything = list(prompt) + list(completion.token_ids)
+    rows = []
+    cache = DynamicCache()
+    with torch.no_grad():
+        for span in completion.spans:
+            begin = cache.get_seq_length()
+            inputs = torch.tensor([everything[begin : len(prompt) + span.end - 1]])
+            targets = torch.tensor(list(completion.token_ids[span.start : span.end]))
+            found = torch.tensor(list(completion.behaviour_logprobs[span.start : span.end]))
+            columns = []
+            for version in (span.version, span.version - 1, span.version + 1):
+                if version not in models:
+                    columns.append(torch.full((len(targets),), torch.inf))
+                    continue
+                model = models[version]
+                past = copy.deepcopy(cache)
+                if recomputed and begin:
+                    past = model(torch.tensor([everything[:begin]]), use_cache=True).past_key_values
+                output = model(inputs, past_key_values=past, use_cache=True)
+                logits = output.logits[0, -len(targets) :].float()
+                logprobs = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+                columns.append((logprobs - found).abs())
+                if version == span.version:
+                    kept = output.past_key_values
+            cache = kept
+            rows.append(torch.stack(columns, 1))
+    return torch.cat(rows)
+
+
+def assert_labels_tell_the_truth(
+    rig: Rig, prompt: TokenIds, completion: Completion, *, recomputed: bool = False
+) -> None:
+    """Every token agrees with the version on its label and, as sharply as numbers can tell, with neither neighbour."""
+    gaps = distances(rig, prompt, completion, recomputed=recomputed)
+    own, nearest = gaps[:, 0], gaps.argmin(1)
+    assert own.max() < TOLERANCE, (
+        f"token {int(own.argmax())} of {len(own)} is {own.max():.4f} nats from its own version"
+    )
+    assert (nearest == 0).float().mean() > 0.98
+    for span in completion.spans:
+        assert nearest[span.start] == 0, f"the first token of {span}"
+        assert nearest[span.end - 1] == 0, f"the last token of {span}"
+
+
+def prompt_of(text: str) -> TokenIds:
+    return TokenIds(list(text.encode()))
+
+
+def test_tokens_go_in_and_come_out_with_the_log_probs_they_were_sampled_under(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        prompts = [prompt_of("def add(a, b):\n" + "#" * extra) for extra in (0, 1, 40, 200)]
+        for place, completion in (await sample_many(rig.engine, prompts, 24)).items():
+            assert completion.finish_reason is FinishReason.LENGTH
+            assert len(completion.token_ids) == len(completion.behaviour_logprobs) == 24
+            assert [span.version for span in completion.spans] == [1]
+            assert completion.engine == "engine-0"
+            assert completion.seconds > 0
+            assert_labels_tell_the_truth(rig, prompts[place], completion)
+        statistics = rig.engine.statistics()
+        assert (statistics.completed, statistics.failed, statistics.running) == (4, 0, 0)
+        assert statistics.tokens_sampled == 96
+
+    run(server, body)
+
+
+def test_log_probs_are_those_after_temperature(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        engine = VLLMEngine(
+            "warm", server.url, SETTINGS, SamplingSettings(temperature=2.0), end_token_ids=(), version=1
+        )
+        async with engine:
+            prompt = prompt_of("x = ")
+            completion = await engine.sample(prompt, max_tokens=16, trajectory_id="t")
+        model = model_of(rig.directory, rig.versions[1])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.token_ids[:-1]]])).logits[0, len(prompt) - 1 :]
+        wanted = torch.log_softmax(logits / 2.0, -1).gather(1, torch.tensor([*completion.token_ids])[:, None])[:, 0]
+        assert (wanted - torch.tensor([*completion.behaviour_logprobs])).abs().max() < TOLERANCE
+
+    run(server, body)
+
+
+def test_an_end_token_given_here_ends_the_completion_and_the_models_own_does_not(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        sure = perturbed(state_of(rig.directory), seed=9)
+        sure["lm_head.weight"] = torch.zeros_like(sure["lm_head.weight"])  # every token is as likely as any other
+        await rig.engine.pull(rig.publish(2, sure))
+        every_token = tuple(range(384))
+        async with VLLMEngine("e", server.url, SETTINGS, SamplingSettings(), end_token_ids=every_token) as engine:
+            completion = await engine.sample(prompt_of("a"), max_tokens=9, trajectory_id="t")
+        assert completion.finish_reason is FinishReason.STOP
+        assert len(completion.token_ids) == 1, "the end token itself is sampled and kept"
+        completions = await sample_many(rig.engine, [prompt_of("a")] * 8, 200)
+        ended_by_257 = [257 in completion.token_ids for completion in completions.values()]
+        assert any(ended_by_257), "in 1600 tokens of 384 equally likely ones the model's own end token comes up"
+        assert all(len(completion.token_ids) == 200 for completion in completions.values())
+
+    run(server, body)
+
+
+def test_new_weights_in_the_middle_of_completions_abort_nothing_and_every_label_is_exact(server: Server) -> None:
+    """Kills: labels set before or after the pause, an update that is only partly in place, a restart of requests."""
+
+    async def body(rig: Rig) -> None:
+        prompts = [prompt_of(f"long {place} " + "." * place) for place in range(8)]
+        completions: dict[int, Completion] = {}
+
+        async def ask() -> None:
+            completions.update(await sample_many(rig.engine, prompts, 900))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await wait_begun(rig.engine, 8)
+            for version in (2, 3, 4):
+                await trio.sleep(0.1)  # lets some steps under the version before pass, however slow they are
+                report = await rig.engine.pull(rig.publish(version))
+                assert report.verified
+                assert report.version == version
+                assert report.num_bytes == sum(tensor.nbytes for tensor in rig.versions[version].values())
+                assert 0 < report.stall_seconds < 30
+                assert {"pause", "start", "update", "finish", "resume"} <= report.seconds.keys()
+        assert all(len(completion.token_ids) == 900 for completion in completions.values())
+        spans = {place: [span.version for span in completion.spans] for place, completion in completions.items()}
+        assert any(len(versions) >= 3 for versions in spans.values()), spans
+        for place, completion in completions.items():
+            assert_labels_tell_the_truth(rig, prompts[place], completion)
+        statistics = rig.engine.statistics()
+        assert (statistics.completed, statistics.failed) == (8, 0)
+
+    run(server, body)
+
+
+def test_keys_and_values_are_computed_again_where_that_is_asked_for(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        prompts = [prompt_of(f"again {place} " + "." * 30) for place in range(4)]
+        manifest = rig.publish(2)
+        completions: dict[int, Completion] = {}
+
+        async def ask() -> None:
+            completions.update(await sample_many(rig.engine, prompts, 400))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await wait_begun(rig.engine, 4)
+            await rig.engine.pull(manifest)
+        assert any(len(completion.spans) == 2 for completion in completions.values())
+        for place, completion in completions.items():
+            assert len(completion.token_ids) == 400
+            assert_labels_tell_the_truth(rig, prompts[place], completion, recomputed=True)
+
+    run(server, body, kv_on_sync=KVOnSync.RECOMPUTE)
+
+
+def test_running_requests_end_under_the_old_weights_where_that_is_asked_for(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        completions: dict[int, Completion] = {}
+
+        async def ask() -> None:
+            completions.update(await sample_many(rig.engine, [prompt_of(f"end {n}") for n in range(4)], 300))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await wait_begun(rig.engine, 4)
+            await rig.engine.pull(rig.publish(2))
+        assert all(len(completion.spans) == 1 for completion in completions.values())
+        assert all(len(completion.token_ids) == 300 for completion in completions.values())
+
+    run(server, body, kv_on_sync=KVOnSync.FINISH)
+
+
+def test_the_prefix_cache_never_serves_another_versions_blocks(server: Server) -> None:
+    """Under a running request, where vLLM cannot empty its cache. Kills: one salt for all versions."""
+
+    async def body(rig: Rig) -> None:
+        prompt = prompt_of("".join(chr(33 + place % 90) for place in range(400)))  # three whole blocks of 128
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sample_many, rig.engine, [prompt] * 2, 600)
+            first = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="a")
+            await rig.engine.pull(rig.publish(2))
+            second = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="b")
+            nursery.cancel_scope.cancel()
+        assert [span.version for span in first.spans] == [1]
+        assert [span.version for span in second.spans] == [2]
+        assert_labels_tell_the_truth(rig, prompt, first)
+        assert_labels_tell_the_truth(rig, prompt, second)
+
+    run(server, body)
+
+
+def test_a_request_that_has_not_begun_when_weights_come_begins_under_the_new_ones(server: Server) -> None:
+    """A paused server queues requests: those must not start under a salt that names the version before."""
+
+    async def body(rig: Rig) -> None:
+        prompt = prompt_of("q" * 300)
+        async with VLLMEngine("control", server.url, SETTINGS, SamplingSettings(), end_token_ids=()) as control:
+            await control.post("/pause", None, {"mode": "keep"})
+            completions: dict[int, Completion] = {}
+
+            async def ask() -> None:
+                completions.update(await sample_many(rig.engine, [prompt] * 3, 6))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await trio.sleep(0.5)  # they are on their way, and wait in the server's queue
+                await rig.engine.pull(rig.publish(2))
+        assert rig.engine.statistics().withdrawn == 3
+        for completion in completions.values():
+            assert [span.version for span in completion.spans] == [2]
+            assert_labels_tell_the_truth(rig, prompt, completion)
+
+    run(server, body)
+
+
+def broken_manifests(rig: Rig) -> Iterator[tuple[WeightManifest, str]]:
+    """Yield updates that must be refused, with what the refusal must say."""
+    whole = perturbed(state_of(rig.directory), seed=5)
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    manifest = rig.publisher.publish(whole, 10)
+    entry = next(entry for entry in manifest.tensors if entry.name == name)
+    with open(manifest.location, "r+b") as stream:
+        stream.seek(os.path.getsize(manifest.location) - manifest.num_bytes + entry.offset + 40)
+        stream.write(b"\x7f")
+    yield manifest, rf"{name} of version 10 has digest"
+
+    lacking = {key: tensor for key, tensor in whole.items() if key != name}
+    yield rig.publisher.publish(lacking, 11), rf"version 11 lacks {name}"
+
+    yield rig.publisher.publish({**whole, "model.extra.weight": torch.zeros(3)}, 12), r"has model\.extra\.weight"
+
+    yield rig.publisher.publish({**whole, name: whole[name].t()}, 13), rf"{name} of version 13 has shape \[128, 256\]"
+
+    stale = rig.publisher.publish(perturbed(state_of(rig.directory), seed=6), 14)
+    entries = tuple(
+        replace(entry, digest="0" * 16) if entry.name == "model.norm.weight" else entry for entry in stale.tensors
+    )
+    yield (
+        replace(stale, tensors=entries, digest=combined_digest(entries)),
+        r"model\.norm\.weight of version 14 has digest",
+    )
+
+    manifest = rig.publisher.publish(whole, 15)
+    os.truncate(manifest.location, os.path.getsize(manifest.location) - 100)
+    yield manifest, "cut short inside"
+
+    manifest = rig.publisher.publish(whole, 16)
+    os.unlink(manifest.location)
+    yield manifest, "cannot map the weights of version 16"
+
+    yield replace(rig.publisher.publish(whole, 17), run_id="another"), "the manifest is of run another"
+
+    yield replace(rig.publisher.publish(whole, 18), version=0), "version 0 was sent to an engine that holds 1"
+
+
+def test_what_is_wrong_with_an_update_is_named_and_the_old_version_is_still_served(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        prompt = prompt_of("still here")
+        completions: dict[int, Completion] = {}
+
+        async def ask() -> None:
+            completions.update(await sample_many(rig.engine, [prompt] * 4, 300))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            for manifest, words in broken_manifests(rig):
+                with pytest.raises(WeightSyncError, match=words) as caught:
+                    await rig.engine.pull(manifest)
+                assert "engine-0, update of version" in str(caught.value)
+                assert rig.engine.broken == ""
+                assert rig.engine.version == 1
+        completions[4] = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="after")
+        for completion in completions.values():
+            assert [span.version for span in completion.spans] == [1]
+            assert_labels_tell_the_truth(rig, prompt, completion)
+        await rig.engine.pull(rig.publish(20))
+        last = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="last")
+        assert [span.version for span in last.spans] == [20]
+        assert_labels_tell_the_truth(rig, prompt, last)
+
+    run(server, body)
+
+
+def test_a_paused_engine_survives_requests_that_are_given_up(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sample_many, rig.engine, [prompt_of("gone")] * 6, 900)
+            await wait_begun(rig.engine, 6)
+            await rig.engine.post("/pause", None, {"mode": "keep"})
+            nursery.cancel_scope.cancel()
+        await rig.engine.pull(rig.publish(2))
+        completion = await rig.engine.sample(prompt_of("back"), max_tokens=8, trajectory_id="t")
+        assert_labels_tell_the_truth(rig, prompt_of("back"), completion)
+
+    run(server, body)
+
+
+def test_a_pull_that_is_given_up_leaves_the_engine_serving(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        manifest = rig.publish(2)
+        for _ in range(3):
+            with trio.move_on_after(0.02):
+                await rig.engine.pull(manifest)
+        await rig.engine.pull(manifest)
+        completion = await rig.engine.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")
+        assert [span.version for span in completion.spans] == [2]
+        assert_labels_tell_the_truth(rig, prompt_of("on"), completion)
+
+    run(server, body)
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_the_setting(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        with pytest.raises(EngineError, match=r"1024 tokens leaves no room in max_model_len = 1024"):
+            await rig.engine.sample(TokenIds([5] * 1024), max_tokens=4, trajectory_id="t")
+        completion = await rig.engine.sample(TokenIds([5] * 1020), max_tokens=40, trajectory_id="t")
+        assert len(completion.token_ids) == 4
+        assert completion.finish_reason is FinishReason.LENGTH
+
+    run(server, body)
+
+
+def test_a_server_that_dies_fails_its_requests_and_its_sync_at_once(server: Server) -> None:
+    """The last test here: it kills the server."""
+
+    async def body(rig: Rig) -> None:
+        failures: list[EngineError] = []
+
+        async def one() -> None:
+            try:
+                await rig.engine.sample(prompt_of("last words"), max_tokens=900, trajectory_id="t")
+            except EngineError as error:
+                failures.append(error)
+
+        manifest = rig.publish(2)
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for _ in range(4):
+                    nursery.start_soon(one)
+                await wait_begun(rig.engine, 4)
+                os.killpg(server.process.pid, signal.SIGKILL)
+        assert len(failures) == 4
+        assert all("does not answer" in str(failure) for failure in failures)
+        with pytest.raises(WeightSyncError, match="engine-0, pause of version 2: the server does not answer"):
+            await rig.engine.pull(manifest)
+        assert "after a failed sync to version 2" in rig.engine.broken
+        with pytest.raises(EngineError, match="out of service"):
+            await rig.engine.sample(prompt_of("anyone"), max_tokens=1, trajectory_id="t")
+
+    run(server, body)
