@@ -1,0 +1,190 @@
+"""The command line: help that teaches, one clear message and exit code 2 for what cannot be used, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from asyncrl import run_directory
+from asyncrl.cli import main
+from asyncrl.commands import COMMANDS
+from asyncrl.configs import load_config
+from asyncrl.run_directory import RunDirectory
+
+_CONFIG = """
+[model]
+path = "{model}"
+
+[environment]
+name = "bugfix"
+
+[engine]
+urls = ["http://127.0.0.1:9"]
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory that looks like a model; nothing here loads it."""
+    path = tmp_path / "model"
+    path.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_text("{}")
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(_CONFIG.format(model=model))
+    return path
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("asyncrl: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*filter(None, [command]), "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "asyncrl" in text
+    assert len(text) > 400
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("lerner.loss=gspo", "unknown section 'lerner'; did you mean 'learner'"),
+        ("learner.lr=1", "unknown setting 'lr' in [learner]"),
+        ("learner.loss=grp", "grp"),
+        ("buffer.max_off_policyness=-1", "max_off_policyness must be >= 0 optimizer steps, got -1"),
+        ("buffer.group_size=1", "group_size must be >= 2 with baseline = 'mean'"),
+        ("buffer.window=9", "slots, but one step needs"),
+        ("sampling.top_p=0.9", "top_p must be 1"),
+        ("sampling.top_k=20", "top_k must be 0"),
+        ("model.path=nowhere", "there is no model directory nowhere"),
+        ("run.steps=0", "steps must be >= 1, got 0"),
+        ("environment.name=bugfx", "did you mean 'bugfix'"),
+        ('environment.options={max_turn=3}', "did you mean 'max_turns'"),
+        ("sandbox.backend=docker", "backend must be one of"),
+        ("weight_sync.transport=shared", "transport must be one of"),
+        ("metrics.port=99999", "port must be between 0 and 65535, got 99999"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_by_name(
+    setting: str, words: str, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    error = _refused(capsys, "train", str(config), "--set", f"run.directory={directory}", "--set", setting)
+    assert words in error
+    assert not directory.exists(), "nothing may be half-started"
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_model_without_its_files_is_refused(
+    missing: str, config: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / missing).unlink()
+    error = _refused(capsys, "check", str(config))
+    assert "no weights" in error if missing.endswith("safetensors") else missing in error
+
+
+def test_a_port_in_use_is_refused(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        directory = tmp_path / "run"
+        arguments = ("--set", f"run.directory={directory}", "--set", f"metrics.port={port}")
+        error = _refused(capsys, "train", str(config), *arguments)
+    assert f"[metrics] port {port}" in error
+    assert not directory.exists()
+
+
+def test_a_directory_that_holds_something_is_not_written_to(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    error = _refused(capsys, "train", str(config), "--set", f"run.directory={tmp_path / 'run'}")
+    assert "is not empty" in error
+
+
+def test_a_run_of_another_configuration_is_not_resumed(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = ["--set", f"run.directory={tmp_path / 'run'}"]
+    original = load_config(config, [settings[1]])
+    run_directory.create(RunDirectory(tmp_path / "run"), original)
+    error = _refused(capsys, "train", str(config), "--resume", *settings, "--set", "learner.learning_rate=1e-3")
+    assert "belongs to another configuration: learner.learning_rate is 0.001 now and was 1e-06" in error
+    longer = load_config(config, [settings[1], "run.steps=500", "metrics.port=9"])
+    assert run_directory.choose(longer, resume=True).path == tmp_path / "run"
+
+
+def test_resuming_nothing_is_refused(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    error = _refused(capsys, "train", str(config), "--resume", "--set", f"run.directory={tmp_path / 'none'}")
+    assert "there is no run to resume" in error
+
+
+def test_a_full_disk_is_refused(config: Path, model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    huge = shutil.disk_usage(tmp_path).free
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(huge)  # sparse: it takes no room
+    error = _refused(capsys, "check", str(config))
+    assert "free some, lower keep_checkpoints" in error or "/dev/shm" in error
+
+
+def test_check_prints_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(config), "--json", "--set", "buffer.max_off_policyness=2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["config"]["buffer"]["max_off_policyness"] == 2
+    assert report["plan"]["staleness"].startswith("at most 2 optimizer steps")
+
+
+def test_new_runs_take_the_next_number(config: Path, tmp_path: Path) -> None:
+    settings = load_config(config)
+    assert run_directory.choose(settings, resume=False, root=tmp_path).path == tmp_path / "run-1"
+    run_directory.create(RunDirectory(tmp_path / "run-1"), settings)
+    assert run_directory.choose(settings, resume=False, root=tmp_path).path == tmp_path / "run-2"
+    assert run_directory.choose(settings, resume=True, root=tmp_path).path == tmp_path / "run-1"
+
+
+def test_one_run_directory_has_one_orchestrator(config: Path, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    run_directory.create(directory, load_config(config))
+    with directory.locked():
+        assert run_directory.is_running(directory)
+        with pytest.raises(ValueError, match="in use by another"), directory.locked():
+            raise AssertionError("entered twice")
+    assert not run_directory.is_running(directory)
+
+
+def test_status_of_a_crashed_run_tells_what_is_known(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    run_directory.create(directory, load_config(config))
+    directory.metrics.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew')
+    assert main(["status", str(directory.path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["state"] == "stopped without a summary"
+    assert report["last_step"] == {"step": 1, "reward_mean": 0.5}
+    assert main(["status", str(directory.path)]) == 0
+    assert "stopped without a summary" in capsys.readouterr().out
+
+
+def test_status_of_no_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "is no run directory" in _refused(capsys, "status", str(tmp_path))
