@@ -233,8 +233,8 @@ def turn_advantages(
     segments = segments_of(turn_offsets, len(turn_rewards))
     _check_length("group_index", group_index, segments.num_sequences, "S")
     turn = torch.arange(len(turn_rewards), device=turn_rewards.device) - segments.spread(segments.cu_seqlens[:-1])
-    keys = torch.stack([segments.spread(group_index.long()), turn], dim=1)
-    _, peers = torch.unique(keys, dim=0, return_inverse=True)
+    groups, group = torch.unique(group_index, return_inverse=True)
+    peers = turn * len(groups) + segments.spread(group)
     return group_advantages(returns, peers, baseline=baseline, scale=scale)
 
 
