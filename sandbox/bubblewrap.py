@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from typing import Any
 
 import trio
 
+import asyncrl
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import ExecResult, Outcome, SandboxLimits
 from asyncrl.sandbox import leases, messages
@@ -83,6 +85,17 @@ def find_python(setting: str) -> tuple[str, str | None]:
     return path, str(prefix)
 
 
+def hidden_directories(shown: Sequence[str]) -> list[str]:
+    """Return which directories below those `shown` in every sandbox must be empty: this program's and its packages'.
+
+    They hold tasks, tests and reference solutions. In a virtual environment they are not shown anyway.
+    """
+    own = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), os.path.dirname(__file__), *asyncrl.__path__}
+    real = {Path(path).resolve() for path in own if os.path.isdir(path)}
+    outer = {path for path in real if real.isdisjoint(path.parents)}
+    return sorted(str(path) for path in outer if any(path.is_relative_to(place) for place in shown))
+
+
 def launcher_command(descriptor: int) -> list[str]:
     """Return the argument list of a launcher that serves the inherited socket `descriptor`."""
     return [sys.executable, "-I", "-S", "-B", "-c", _BOOTSTRAP, os.path.dirname(__file__), str(descriptor)]
@@ -97,6 +110,7 @@ def configuration(settings: SandboxSettings, ledger: Path) -> tuple[dict[str, An
     header = {
         "bubblewrap": find_bubblewrap(),
         "python_prefix": prefix,
+        "hidden": hidden_directories(["/usr"] if prefix is None else ["/usr", prefix]),
         "ledger": str(ledger),
         "owner_pid": os.getpid(),
         "max_starting": settings.max_starting,

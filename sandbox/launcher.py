@@ -160,7 +160,7 @@ class Launcher:
             wall = "bubblewrap-rlimits"
         uid = self._uid(0)
         try:
-            self._stage = profile.build_stage(header["bubblewrap"], header["python_prefix"], uid)
+            self._stage = profile.build_stage(header["bubblewrap"], header["python_prefix"], header["hidden"], uid)
         except OSError as error:
             raise RequestError("namespaces", f"{error.strerror} {error.filename or ''}".rstrip()) from None
         self._reply(request, {"wall": wall, "pid": os.getpid()})

@@ -32,13 +32,15 @@ class Stage:
     python_source: str | None
     """What is bound over `python_prefix` inside; None where Python comes with /usr."""
     python_prefix: str | None
+    hidden: tuple[str, ...]
+    """Directories that are shown empty."""
 
 
-def build_stage(bubblewrap: Sequence[str], python_prefix: str | None, uid: int | None) -> Stage:
+def build_stage(bubblewrap: Sequence[str], python_prefix: str | None, hidden: Sequence[str], uid: int | None) -> Stage:
     """Enter a mount namespace of this process's own and fill the stage.
 
     Args: the bubblewrap program and the directories beside it that it needs; the prefix of an interpreter outside /usr;
-    the unprivileged user that has to reach both, or None for the present one.
+    directories to be shown empty; the unprivileged user that has to reach both, or None for the present one.
     Raises: OSError.
     """
     _enter_namespace()
@@ -66,6 +68,7 @@ def build_stage(bubblewrap: Sequence[str], python_prefix: str | None, uid: int |
         bubblewrap=path if bubblewrap[1:] else bubblewrap[0],
         python_source=None if python_prefix is None else _bring_python(root, sources[python_prefix], uid),
         python_prefix=python_prefix,
+        hidden=tuple(hidden),
     )
 
 
@@ -139,9 +142,11 @@ def arguments(stage: Stage, box: str, seccomp: int, status: int) -> bytes:
     for path in _BIND_READ_ONLY:
         options += ["--ro-bind-try", path, path]
     python = [] if stage.python_source is None else ["--ro-bind", stage.python_source, str(stage.python_prefix)]
+    hidden = [option for path in stage.hidden for option in ("--tmpfs", path, "--remount-ro", path)]
     options += [
         "--proc", "/proc", "--ro-bind", "/dev/null", "/proc/cmdline", "--dev", "/dev",
-        "--bind", f"{box}/tmp", "/tmp", "--bind", f"{box}/shm", "/dev/shm", "--bind", f"{box}/task", WORK, *python,
+        "--bind", f"{box}/tmp", "/tmp", "--bind", f"{box}/shm", "/dev/shm", "--bind", f"{box}/task", WORK,
+        *python, *hidden,
         # after the binds: without it the agent could fill the memory behind / and /dev, which have no size of their own
         "--remount-ro", "/dev", "--remount-ro", "/",
         "--chdir", WORK, "--seccomp", str(seccomp), "--json-status-fd", str(status),

@@ -12,10 +12,11 @@ import pytest
 import trio
 from sandboxes import LIMITS, cannot_sandbox, has_groups, settings, with_backend
 
+import asyncrl
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import Outcome, SandboxBackend, SandboxLimits
 from asyncrl.sandbox import SandboxSettings, open_backend, probe
-from asyncrl.sandbox.bubblewrap import find_bubblewrap, find_python
+from asyncrl.sandbox.bubblewrap import find_bubblewrap, find_python, hidden_directories
 from asyncrl.sandbox.seccomp import seccomp_program
 
 
@@ -62,6 +63,17 @@ def test_the_packages_bubblewrap_is_taken_with_its_libraries() -> None:
     shown = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("bubblewrap 0.")
     assert all(os.path.isdir(path) for path in libraries)
+
+
+def test_this_program_and_its_packages_are_hidden_where_they_would_be_shown() -> None:
+    assert hidden_directories(["/nowhere"]) == []
+    hidden = hidden_directories(["/"])
+    for package in (asyncrl, trio):
+        (path,) = package.__path__
+        assert any(Path(path).resolve().is_relative_to(directory) for directory in hidden)
+    assert not any(
+        Path(a) in Path(b).parents for a in hidden for b in hidden
+    )  # an empty one holds no place for another
 
 
 def test_the_filter_is_one_program_of_whole_instructions() -> None:
