@@ -13,13 +13,12 @@ import sys
 import sysconfig
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import trio
 
-import asyncrl
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import ExecResult, Outcome, SandboxLimits
 from asyncrl.sandbox import leases, messages
@@ -90,7 +89,10 @@ def hidden_directories(shown: Sequence[str]) -> list[str]:
 
     They hold tasks, tests and reference solutions. In a virtual environment they are not shown anyway.
     """
-    own = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), os.path.dirname(__file__), *asyncrl.__path__}
+    package = importlib.util.find_spec("asyncrl")
+    assert package is not None
+    own = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), os.path.dirname(__file__)}
+    own.update(package.submodule_search_locations or ())
     real = {Path(path).resolve() for path in own if os.path.isdir(path)}
     outer = {path for path in real if real.isdisjoint(path.parents)}
     return sorted(str(path) for path in outer if any(path.is_relative_to(place) for place in shown))
@@ -297,6 +299,17 @@ async def _close(channel: _Channel, sandbox_id: str, slots: trio.CapacityLimiter
             slots.release_on_behalf_of(sandbox_id)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendStatistics:
+    """How busy a backend is."""
+
+    open: int
+    opened: int
+    """Since the start, those that were refused included."""
+    waiting: int
+    """Callers that wait for a sandbox to be closed."""
+
+
 class BubblewrapBackend:
     """Sandboxes of one launcher."""
 
@@ -305,14 +318,20 @@ class BubblewrapBackend:
         self.python = python
         self._channel = channel
         self._slots = trio.CapacityLimiter(max_open)
-        self._numbers = itertools.count(1)
+        self._num_opened = 0
+
+    def statistics(self) -> BackendStatistics:
+        """Return the present counts."""
+        slots = self._slots.statistics()
+        return BackendStatistics(open=slots.borrowed_tokens, opened=self._num_opened, waiting=slots.tasks_waiting)
 
     async def open(self, files: Mapping[str, bytes], *, limits: SandboxLimits) -> BubblewrapSandbox:
         """Return a new sandbox, waiting for one to be closed where `max_open` are open.
 
         Raises: SandboxError, also where `files` do not fit into its limits.
         """
-        sandbox_id = f"box-{next(self._numbers)}"
+        self._num_opened += 1
+        sandbox_id = f"box-{self._num_opened}"
         await self._slots.acquire_on_behalf_of(sandbox_id)
         try:
             header = {"box": sandbox_id, "limits": asdict(limits), "paths": list(files)}

@@ -109,7 +109,6 @@ class Launcher:
         operations: dict[str, Callable[..., None]] = {
             "configure": self._configure, "open": self._open, "exec": self._exec, "kill": self._kill,
             "read": self._read, "write": self._write, "list": self._list, "close": self._close,
-            "statistics": self._statistics,
         }  # fmt: skip
         try:
             operations[header["op"]](request, header, blobs)
@@ -245,9 +244,6 @@ class Launcher:
 
     def _list(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
         self._reply(request, {"names": safe_files.list_directory(self._box(header).directory, header["path"])})
-
-    def _statistics(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
-        self._reply(request, {"open": len(self._boxes), "opened": self._num_opened, "waiting": len(self._waiting)})
 
     def _close(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
         self._forget_waiting(header["box"])
