@@ -45,19 +45,23 @@ class LearnerProcess:
 
     async def wait_ready(self) -> wire.Hello:
         """Return the learner's first message, once it has loaded the model."""
-        return await self._receive(wire.Hello)
+        hello: wire.Hello = await self._receive(wire.Hello)
+        return hello
 
     async def step(self, groups: Sequence[Group]) -> StepResult:
         """See `protocols.Learner`."""
-        return (await self._ask(wire.StepRequest(groups=list(groups)), wire.StepReply)).result  # type: ignore[no-any-return]
+        reply: wire.StepReply = await self._ask(wire.StepRequest(groups=list(groups)), wire.StepReply)
+        return reply.result
 
     async def publish(self) -> WeightManifest:
         """See `protocols.Learner`."""
-        return (await self._ask(wire.PublishRequest(), wire.PublishReply)).manifest  # type: ignore[no-any-return]
+        reply: wire.PublishReply = await self._ask(wire.PublishRequest(), wire.PublishReply)
+        return reply.manifest
 
     async def save(self, directory: str) -> Mapping[str, int]:
         """See `protocols.Learner`."""
-        return (await self._ask(wire.SaveRequest(directory=directory), wire.SaveReply)).files  # type: ignore[no-any-return]
+        reply: wire.SaveReply = await self._ask(wire.SaveRequest(directory=directory), wire.SaveReply)
+        return reply.files
 
     async def shut_down(self) -> None:
         """Let the learner remove what it published and end, within a bounded time."""
@@ -222,7 +226,7 @@ def _connect_engines(
                 url,
                 config.engine,
                 config.sampling,
-                end_token_ids=renderer.end_token_ids,
+                end_token_ids=sorted(renderer.end_token_ids),
                 run_id=run_id,
                 version=version,
             )
