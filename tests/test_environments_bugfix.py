@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from scripted import ScriptedSampler, write_chat_files
 from asyncrl.environments.bugfix import BugFixEnvironment, BugFixSettings, prompt, train_tasks
 from asyncrl.environments.bugfix_tasks import HARD, HELD_OUT, TEMPLATES, build_task
 from asyncrl.environments.replies import extract_code
+from asyncrl.environments.validate import validate
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import SandboxBackend
 from asyncrl.tokens import ChatRenderer
@@ -178,6 +180,7 @@ def test_the_reference_earns_all_and_unchanged_code_nothing(renderer: ChatRender
         assert (good.reward, good.status, good.num_turns) == (1.0, TrajectoryStatus.COMPLETED, 1)
         assert unchanged.reward == 0.0
         assert unchanged.reward_parts["partial"] == 0.0
+        assert good.extras["wall"].startswith("bubblewrap"), "what held the agent in is written down"
 
 
 @pytest.mark.slow
@@ -243,6 +246,43 @@ def test_a_rambling_solution_is_paid_less_where_that_is_asked_for(renderer: Chat
     (trajectory,) = play(renderer, tmp_path, script, rambling_penalty=0.25)
     assert trajectory.truncated
     assert trajectory.reward == 0.75
+
+
+class EveryTwelfth(BugFixEnvironment):
+    """All of them take half a minute: `asyncrl environments validate` is for that."""
+
+    def all_tasks(self) -> Sequence[Task]:
+        return super().all_tasks()[::12]
+
+
+@pytest.mark.slow
+def test_the_bundled_tasks_can_be_trained_on(renderer: ChatRenderer, tmp_path: Path) -> None:
+    async def body(backend: SandboxBackend) -> None:
+        environment = EveryTwelfth(BugFixSettings(), renderer=renderer, sandboxes=backend, seed=0)
+        verdicts = await validate(environment, backend)
+        assert len(verdicts) > 20
+        assert {verdict.held_out for verdict in verdicts} == {True, False}
+        assert [verdict for verdict in verdicts if not verdict.good] == []
+
+    with_backend(body, tmp_path)
+
+
+class Leaky(EveryTwelfth):
+    """Shows what it should hide."""
+
+    def all_tasks(self) -> Sequence[Task]:
+        task = build_task(TEMPLATES["add"], 0, seed=0)
+        return [replace(task, data={**task.data, "visible": task.data["hidden"][:2]})]
+
+
+@pytest.mark.slow
+def test_a_task_that_shows_what_it_hides_is_refused(renderer: ChatRenderer, tmp_path: Path) -> None:
+    async def body(backend: SandboxBackend) -> None:
+        environment = Leaky(BugFixSettings(), renderer=renderer, sandboxes=backend, seed=0)
+        (verdict,) = await validate(environment, backend)
+        assert verdict.problems == ("a visible test is among the hidden ones", "the prompt holds a hidden call")
+
+    with_backend(body, tmp_path)
 
 
 def test_a_prompt_holds_instruction_examples_and_code_and_nothing_hidden() -> None:

@@ -92,6 +92,7 @@ class BugFixEnvironment(MultiTurnEnvironment):
 
     def start(self, episode: Episode) -> Sequence[Message]:
         """Return the prompt: what the function should do, two examples, and the code."""
+        episode.extras["wall"] = self._sandboxes.wall
         user: Message = {"role": "user", "content": prompt(episode.task.data)}
         return [{"role": "system", "content": self.settings.system}, user] if self.settings.system else [user]
 

@@ -83,6 +83,7 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
 
     def start(self, episode: Episode) -> Sequence[Message]:
         """Return the prompt: what the function should do, and the code."""
+        episode.extras["wall"] = self._sandboxes.wall
         data = episode.task.data
         asked = f"Fix the bug in {data['function']}. {data['instruction']}\n```python\n{data['source'].strip()}\n```"
         return [{"role": "user", "content": asked}]
