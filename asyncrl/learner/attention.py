@@ -149,7 +149,7 @@ def _flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: tuple[AttentionBlock, ...], scale: float
 ) -> torch.Tensor:
     """The same by flash-attn: each row is one variable-length sequence, causal from its last key. Not tried."""
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    from flash_attn import flash_attn_varlen_func
 
     result = torch.empty(len(q), q.shape[1] * q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
     for block in blocks:

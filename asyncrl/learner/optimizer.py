@@ -41,7 +41,7 @@ class Optimizer:
                 with torch.no_grad():
                     parameter.copy_(self.masters[name])
             self._sums[name] = torch.zeros_like(self.masters[name])
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_Adder(self._sums[name])))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_Adder(self._sums[name])))
         matrices = [name for name, master in self.masters.items() if master.dim() > 1]
         others = [name for name, master in self.masters.items() if master.dim() <= 1]
         self._names = matrices + others

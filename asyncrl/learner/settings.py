@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,14 @@ def read_job(path: Path) -> LearnerJob:
     """Return the job in a JSON file. Raises ConfigError naming the file and the setting."""
     try:
         table = msgspec.json.decode(path.read_bytes())
-        unknown = sorted(set(table) - set(LearnerJob.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(f"{path}: unknown setting {unknown[0]!r}")
+        for kind, part in (
+            (LearnerJob, table),
+            (LearnerSettings, table.get("learner", {})),
+            (WeightSyncSettings, table.get("weight_sync", {})),
+        ):
+            unknown = sorted(set(part) - {known.name for known in fields(kind)})
+            if unknown:
+                raise ConfigError(f"{path}: unknown setting {unknown[0]!r}")
         return msgspec.convert(table, LearnerJob, dec_hook=_path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

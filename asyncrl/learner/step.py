@@ -189,7 +189,7 @@ class Stepper:
             logprobs_T, entropy_T = self._model.logprobs(there)
             inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, self._reference_logprobs(there), counts)
             output = evaluate(self._settings.loss, inputs, **self._settings.loss_settings)
-            output.loss.backward()  # type: ignore[no-untyped-call]
+            output.loss.backward()
             total += float(output.loss.detach())
             parts.append(output.metrics)
             policy[microbatch.token_index] = logprobs_T.detach().double().cpu()
