@@ -199,7 +199,7 @@ class VLLMEngine:
                 except httpx.TransportError as error:
                     last = str(error) or type(error).__name__
                 await trio.sleep(_HEALTH_INTERVAL_S)
-        raise EngineError(f"{self.name} at {self.url} did not become healthy in {timeout_s:.0f} s: {last}")
+        raise EngineError(f"{self.name} at {self.url} did not become healthy in {timeout_s:g} s: {last}")
 
     async def _attach(self) -> None:
         needs = "VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -289,30 +289,32 @@ class VLLMEngine:
         if request.failure:
             raise EngineError(f"{self.name} is out of service: {request.failure}")
         raise EngineError(
-            f"{self.name} took more than {self._settings.request_timeout_s:.0f} s for {max_tokens} tokens after "
+            f"{self.name} took more than {self._settings.request_timeout_s:g} s for {max_tokens} tokens after "
             f"{len(token_ids)} ([engine] request_timeout_s; trajectory {trajectory_id})"
         )
 
     async def _stream(self, request: _Request, body: Mapping[str, Any]) -> list[_Choice]:
-        choices: list[_Choice] = []
+        lines: list[str] = []
         try:
             async with self._client.stream("POST", "/inference/v1/generate", json=body) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     raise EngineError(f"{self.name} answers {response.status_code}: {_first_line(text)}")
+                # nothing may be raised in this loop: httpx's generators would be left half read
                 async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = _decoder.decode(line[len("data: ") :])
-                    if event.error is not None:
-                        raise EngineError(f"{self.name} failed a request: {_first_line(str(event.error))}")
-                    choices += event.choices
-                    request.begun = True
+                    if line.startswith("data: {"):
+                        lines.append(line)
+                        request.begun = True
         except httpx.HTTPError as error:
             raise EngineError(f"{self.name} at {self.url} does not answer: {_named(error)}") from error
+        try:
+            events = [_decoder.decode(line[len("data: ") :]) for line in lines]
         except msgspec.DecodeError as error:
             raise EngineError(f"{self.name} answers what is not a completion: {error}") from error
-        return choices
+        for event in events:
+            if event.error is not None:
+                raise EngineError(f"{self.name} failed a request: {_first_line(str(event.error))}")
+        return [choice for event in events for choice in event.choices]
 
     def _completion(self, choices: Sequence[_Choice], seconds: float) -> Completion:
         if not choices or choices[-1].finish_reason not in ("stop", "length"):
@@ -376,7 +378,9 @@ class VLLMEngine:
         try:
             yield
         except BaseException as error:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + _RECOVERY_S):
+            grace_s = min(_RECOVERY_S, self._settings.sync_timeout_s)
+            held: set[PolicyVersion | None] = set()
+            with trio.move_on_after(grace_s, shield=True):
                 held = await self._held()
                 if held == {self.version} and await self._answers("/resume"):
                     raise
@@ -468,7 +472,7 @@ class _Sync:
                 answer = await self._engine.post(path, body, params or {})
         except trio.TooSlowError:
             raise WeightSyncError(
-                f"{where}: no answer in {self._engine.sync_timeout_s:.0f} s, {self.manifest.num_bytes} bytes under way "
+                f"{where}: no answer in {self._engine.sync_timeout_s:g} s, {self.manifest.num_bytes} bytes under way "
                 "([engine] sync_timeout_s)"
             ) from None
         except WeightSyncError as error:
