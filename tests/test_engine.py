@@ -73,6 +73,7 @@ def test_the_command_line_turns_on_what_training_needs() -> None:
     assert json.loads(argv[argv.index("--weight-transfer-config") + 1]) == {"backend": "asyncrl"}
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["OMP_NUM_THREADS"] == "2"
+    assert int(command(EngineSettings(), "m", 1)[1]["OMP_NUM_THREADS"]) >= 1
 
 
 def test_further_arguments_are_passed_as_vllm_names_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -168,9 +169,15 @@ def command(settings: EngineSettings, model_directory: str, port: int) -> tuple[
         "TOKENIZERS_PARALLELISM": "false",
         # "auto" keeps a core free for the scheduler, which on two cores is half the machine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # without it vLLM serves with one thread
+        "OMP_NUM_THREADS": str(settings.threads or len(os.sched_getaffinity(0))),
+        # threads that spin at a barrier starve the learner, and are starved by it: on two cores with other work beside,
+        # 135 tokens/s where they sleep and 19 where they spin (SmolLM2-135M, 32 requests)
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # the worker lives in the scheduler's process: no second process that polls, 0.6 GB less, a faster start, and
+        # no shared-memory files that a kill would leave behind. Tensor-parallel engines have workers all the same
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    if settings.threads:
-        environment["OMP_NUM_THREADS"] = str(settings.threads)
     return argv, environment
 
 
