@@ -93,14 +93,13 @@ class Group:
         """Return every directory, each once."""
         return tuple(dict.fromkeys(path for path in (self.memory, self.pids, self.unified) if path is not None))
 
-    def entrances(self) -> tuple[str, ...]:
-        """Return the files that take in the process which writes "0" to them.
+    def entrances(self, *, forked_into: bool) -> tuple[str, ...]:
+        """Return the files that take in the process which writes "0" to them, where it was not born in the group.
 
-        Version 1 has `tasks`, which moves one thread without the lock that costs a grace period.
+        Version 1 has `tasks`, which moves the one thread that asks without the lock that costs a grace period.
         """
-        name = "tasks" if self.version == 1 else "cgroup.procs"
-        files = [os.path.join(path, name) for path in dict.fromkeys((self.memory, self.pids))]
-        if self.unified is not None and self.version == 1:
+        files = [os.path.join(path, "tasks") for path in (self.memory, self.pids) if self.version == 1]
+        if self.unified is not None and not forked_into:
             files.append(os.path.join(self.unified, "cgroup.procs"))
         return tuple(files)
 

@@ -57,6 +57,8 @@ class Box:
     directory: int
     """Open file descriptor of its working directory."""
     command: Command | None = None
+    was_killed: bool = False
+    """Whether the group was ever killed as a whole. Linux kills at once what is later born into such a group."""
 
 
 @dataclass(slots=True)
@@ -74,8 +76,8 @@ class Command:
     """By descriptor; removed at its end."""
     outputs: tuple[Stream, Stream]
     status: int
-    init: int = -1
-    """Descriptor of the first process inside. It becomes readable when that and all others inside are gone."""
+    init: int | None = None
+    """Descriptor of the first process inside, readable when that and all others inside are gone, and then -1."""
     stdin: int | None = None
     pending: bytes = b""
     status_text: bytes = b""

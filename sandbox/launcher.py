@@ -335,7 +335,7 @@ class Launcher:
             self._forget(command.status)
             command.status = -1
             self._finish_if_ended(command)
-        elif command.init < 0 and (pid := reported(command.status_text, "child-pid")) is not None:
+        elif command.init is None and (pid := reported(command.status_text, "child-pid")) is not None:
             self._watch_init(command, pid)
         self._starting.discard(command.pid)
         self._start_waiting()
@@ -344,10 +344,12 @@ class Launcher:
         try:
             command.init = os.pidfd_open(pid)
         except ProcessLookupError:
-            return  # it has ended already
-        self._watch(command.init, selectors.EVENT_READ, partial(self._on_init_exit, command))
+            command.init = -1  # it has ended already
+        else:
+            self._watch(command.init, selectors.EVENT_READ, partial(self._on_init_exit, command))
 
     def _on_init_exit(self, command: Command) -> None:
+        assert command.init is not None
         self._forget(command.init)
         command.init = -1
         self._finish_if_ended(command)
@@ -372,6 +374,7 @@ class Launcher:
             command.deadline = time.monotonic() + _KILL_GRACE_S
         if command.box.group is not None:
             command.box.group.kill()
+            command.box.was_killed = True
         if command.exit_status is None:
             signal.pidfd_send_signal(command.pidfd, signal.SIGKILL)
 
@@ -392,7 +395,12 @@ class Launcher:
         self._remove_dying()
 
     def _finish_if_ended(self, command: Command) -> None:
-        if command.exit_status is not None and not command.streams and command.status < 0 and command.init < 0:
+        if (
+            command.exit_status is not None
+            and not command.streams
+            and command.status < 0
+            and (command.init is None or command.init < 0)
+        ):
             self._finish(command)
 
     def _finish(self, command: Command, stuck: bool = False) -> None:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.sandbox import profile
+from asyncrl.sandbox import kernel, profile
 from asyncrl.sandbox.commands import NOT_EXECUTABLE, Box
 
 _FAILED = 125
@@ -39,12 +39,27 @@ def spawn(stage: profile.Stage, box: Box, argv: Sequence[str], *, has_input: boo
     stdin_read, stdin = os.pipe2(os.O_CLOEXEC) if has_input else (os.open(os.devnull, os.O_RDONLY), None)
     standard, inherited = (stdin_read, stdout_write, stderr_write), (filter_file, arguments, status_write)
     command_line = [stage.bubblewrap, "--args", str(arguments), "--", *_limited(box, argv)]
-    pid = os.fork()
+    pid, in_group = _fork(box)
     if pid == 0:
-        _become(box, command_line, standard, inherited)
+        entrances = () if box.group is None else box.group.entrances(forked_into=in_group)
+        _become(box, command_line, standard, inherited, entrances)
     for descriptor in (*standard, *inherited):
         os.close(descriptor)
     return Spawned(pid=pid, stdin=stdin, stdout=stdout, stderr=stderr, status=status)
+
+
+def _fork(box: Box) -> tuple[int, bool]:
+    """Return as os.fork does, and whether the child was born in the sandbox's control group."""
+    if box.group is not None and box.group.unified is not None and not box.was_killed:
+        group = os.open(box.group.unified, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return kernel.fork_into(group), True
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.E2BIG):
+                raise
+        finally:
+            os.close(group)
+    return os.fork(), False
 
 
 def _sealed(name: str, content: bytes) -> int:
@@ -63,7 +78,9 @@ def _limited(box: Box, argv: Sequence[str]) -> list[str]:
     return ["/bin/sh", "-c", limit, "sh", *argv]
 
 
-def _become(box: Box, argv: Sequence[str], standard: Sequence[int], inherited: Sequence[int]) -> None:
+def _become(
+    box: Box, argv: Sequence[str], standard: Sequence[int], inherited: Sequence[int], entrances: Sequence[str]
+) -> None:
     """Turn this forked child into bubblewrap. Never returns."""
     try:
         for target, descriptor in enumerate(standard):
@@ -72,7 +89,7 @@ def _become(box: Box, argv: Sequence[str], standard: Sequence[int], inherited: S
             os.set_inheritable(descriptor, True)
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        for entrance in box.group.entrances() if box.group is not None else ():
+        for entrance in entrances:
             _write(entrance, "0")
         _write("/proc/self/oom_score_adj", "500")  # when the whole machine runs out, the sandboxes go first
         _limit_resources(box)

@@ -249,8 +249,10 @@ def test_a_cancelled_command_is_ended_and_the_sandbox_goes_on(backend: str, tmp_
 
     async def body(sandboxes: SandboxBackend) -> None:
         async with await sandboxes.open({}, limits=LIMITS) as sandbox:
-            with trio.move_on_after(0.2):
-                await shell(sandbox, f"sleep {mark}; true")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(shell, sandbox, f": > started; sleep {mark}; true")
+                await wait_started(sandbox)
+                nursery.cancel_scope.cancel()
             assert (await shell(sandbox, "echo on"))[2] == b"on\n"
             assert processes_with(mark) == []
 

@@ -42,7 +42,8 @@ def test_version_2_sets_limits_and_reads_what_was_counted(tmp_path: Path) -> Non
         (tmp_path / name).touch()
     group = Group(version=2, memory=path, pids=path, unified=path)
     assert group.directories() == (path,)
-    assert group.entrances() == (f"{path}/cgroup.procs",)
+    assert group.entrances(forked_into=False) == (f"{path}/cgroup.procs",)
+    assert group.entrances(forked_into=True) == ()
     group.limit(memory_bytes=1000, max_pids=7)
     written = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert written == {"memory.max": "1000", "pids.max": "7", "memory.swap.max": "0", "memory.oom.group": "1"}
