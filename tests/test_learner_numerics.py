@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from synthetic_groups import random_groups
+from synthetic_groups import make_group, make_segment, random_groups
 from tiny_model import build_tiny_model
 
 from asyncrl.errors import ConfigError
@@ -92,7 +92,28 @@ def forward(model: PolicyModel, batch: Batch, **options: int) -> tuple[torch.Ten
 def test_logprobs_entropy_and_gradients_are_those_of_plain_transformers(
     tied: bool, share: bool, max_tokens: int, checkpointing: bool
 ) -> None:
-    batch = batch_of(random_groups(1, num_groups=2, prompt_tokens=150))
+    groups = random_groups(1, num_groups=2, prompt_tokens=150)
+    assert_as_plain(batch_of(groups), tied=tied, share=share, max_tokens=max_tokens, checkpointing=checkpointing)
+
+
+@pytest.mark.slow
+def test_padded_queries_and_keys_change_nothing() -> None:
+    """The padding repeats a row's last slot, so that slot must matter: each first turn is continued by a longer one."""
+    groups = []
+    for group_id, first_turn in enumerate((50, 48)):
+        prompt, opening = range(group_id, 30), range(60, 30 + first_turn + group_id)
+        turns = [(opening, []), (range(100, 110 + group_id), [])]
+        groups.append(make_group(group_id, [make_segment(prompt, turns[:1]), make_segment(prompt, turns)], [0.0, 1.0]))
+    batch = batch_of(groups)
+    (microbatch,) = split(batch, max_tokens=1000)
+    assert any(len(block.result_index) < len(block.query_index) for block in microbatch.blocks)
+    assert_as_plain(batch)
+
+
+def assert_as_plain(
+    batch: Batch, *, tied: bool = True, share: bool = True, max_tokens: int = 1000, checkpointing: bool = False
+) -> None:
+    """Compare log-probs, entropy and the gradient of a random sum of both with transformers' own, in float64."""
     weights = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wanted_logprobs, wanted_entropy, plain_model = plain(batch, torch.float64, tied=tied)
     model = load(tied=tied, checkpointing=checkpointing)
