@@ -15,6 +15,7 @@ from asyncrl.weight_sync.manifest import (
     read_manifest,
     write_manifest,
 )
+from asyncrl.weight_sync.stale import remove_stale
 
 TRANSPORTS = {
     "shared_memory": "asyncrl.weight_sync.shared_memory:SharedMemoryPublisher",
@@ -29,5 +30,6 @@ __all__ = [
     "manifest_from_json",
     "manifest_to_json",
     "read_manifest",
+    "remove_stale",
     "write_manifest",
 ]
