@@ -18,8 +18,6 @@ What vLLM 0.32 does, and what follows from it here (read in its source, and held
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,21 +25,18 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-import msgspec
 import trio
 
+from asyncrl.engines.answers import completion_of, first_line, named
 from asyncrl.engines.settings import EngineSettings, KVOnSync, SamplingSettings
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.protocols import SyncReport
-from asyncrl.types import Completion, FinishReason, Logprobs, PolicyVersion, TokenIds, TokenSpan, WeightManifest
+from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
 from asyncrl.weight_sync import manifest_to_json
 
 _HEALTH_INTERVAL_S = 0.25  # a server that is starting offers nothing to wait for but its port
 _RECOVERY_S = 10.0  # bounds what is done for an engine after a failed or cancelled sync
-_ROUNDING = 1e-4  # log-softmax in bfloat16 can end this far above 0; anything more is nonsense
-_UNSAMPLED = -9999.0  # vLLM's mark for a log-prob that it does not have
 _ONCE = {"Connection": "close"}  # after an error in a control route the server drops the connection unannounced
-_WORKER_ERROR = re.compile(r"Worker failed with error ['\"](.*)['\"], please check", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,36 +56,6 @@ class EngineStatistics:
     tokens_sampled: int
     syncs: int
     version: PolicyVersion
-
-
-class _Entry(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Entry] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: Any = None
-
-
-_decoder = msgspec.json.Decoder(_Event)
 
 
 class _Request:
@@ -217,7 +182,7 @@ class VLLMEngine:
         if response.status_code != 200:
             raise EngineError(
                 f"{self.name} at {self.url} cannot serve a run: {path} answers {response.status_code} "
-                f"({_first_line(response.text)}). It needs {flag}"
+                f"({first_line(response.text)}). It needs {flag}"
             )
 
     # --- sampling ---------------------------------------------------------------------------------------------
@@ -272,8 +237,8 @@ class VLLMEngine:
             request = _Request(scope)
             self._sent.add(request)
             try:
-                choices = await self._stream(request, self._body(token_ids, max_tokens, stop_token_ids))
-                completion = self._completion(choices, trio.current_time() - started)
+                lines = await self._stream(request, self._body(token_ids, max_tokens, stop_token_ids))
+                completion = completion_of(lines, self.name, trio.current_time() - started)
                 self._completed += 1
                 self._tokens += len(completion.token_ids)
                 return completion
@@ -293,62 +258,21 @@ class VLLMEngine:
             f"{len(token_ids)} ([engine] request_timeout_s; trajectory {trajectory_id})"
         )
 
-    async def _stream(self, request: _Request, body: Mapping[str, Any]) -> list[_Choice]:
+    async def _stream(self, request: _Request, body: Mapping[str, Any]) -> list[str]:
         lines: list[str] = []
         try:
             async with self._client.stream("POST", "/inference/v1/generate", json=body) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
-                    raise EngineError(f"{self.name} answers {response.status_code}: {_first_line(text)}")
+                    raise EngineError(f"{self.name} answers {response.status_code}: {first_line(text)}")
                 # nothing may be raised in this loop: httpx's generators would be left half read
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         lines.append(line)
                         request.begun = True
         except httpx.HTTPError as error:
-            raise EngineError(f"{self.name} at {self.url} does not answer: {_named(error)}") from error
-        try:
-            events = [_decoder.decode(line[len("data: ") :]) for line in lines]
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{self.name} answers what is not a completion: {error}") from error
-        for event in events:
-            if event.error is not None:
-                raise EngineError(f"{self.name} failed a request: {_first_line(str(event.error))}")
-        return [choice for event in events for choice in event.choices]
-
-    def _completion(self, choices: Sequence[_Choice], seconds: float) -> Completion:
-        if not choices or choices[-1].finish_reason not in ("stop", "length"):
-            reason = choices[-1].finish_reason if choices else None
-            raise EngineError(f"{self.name} ended a completion with {reason or 'no reason'}")
-        last = choices[-1]
-        token_ids = TokenIds(token for choice in choices for token in choice.token_ids or ())
-        entries = [entry for choice in choices for entry in (choice.logprobs or _Logprobs()).content or ()]
-        if [entry.token_id for entry in entries] != list(token_ids):
-            raise EngineError(f"{self.name} returned {len(entries)} log-probs for {len(token_ids)} other tokens")
-        for place, entry in enumerate(entries):
-            if not (math.isfinite(entry.logprob) and _UNSAMPLED < entry.logprob <= _ROUNDING):
-                raise EngineError(f"{self.name} returned the log-prob {entry.logprob} for token {place}")
-        return Completion(
-            token_ids=token_ids,
-            behaviour_logprobs=Logprobs(min(entry.logprob, 0.0) for entry in entries),
-            spans=self._spans(last.weight_versions, len(token_ids)),
-            finish_reason=FinishReason.STOP if last.finish_reason == "stop" else FinishReason.LENGTH,
-            seconds=seconds,
-            engine=self.name,
-        )
-
-    def _spans(self, labels: Sequence[_Span] | None, num_tokens: int) -> tuple[TokenSpan, ...]:
-        spans, end = [], 0
-        for label in labels or ():
-            if label.start != end or label.end < label.start or not label.version.isdecimal():
-                break
-            if label.end > label.start:
-                spans.append(TokenSpan(start=label.start, end=label.end, version=int(label.version)))
-            end = label.end
-        if end != num_tokens or not num_tokens:
-            shown = [(label.version, label.start, label.end) for label in labels or ()]
-            raise EngineError(f"{self.name} labels {num_tokens} tokens with the versions {shown}")
-        return tuple(spans)
+            raise EngineError(f"{self.name} at {self.url} does not answer: {named(error)}") from error
+        return lines
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -422,9 +346,9 @@ class VLLMEngine:
         try:
             response = await self._client.post(path, json=body, params=dict(params), headers=_ONCE)
         except httpx.HTTPError as error:
-            raise WeightSyncError(f"the server does not answer: {_named(error)}") from error
+            raise WeightSyncError(f"the server does not answer: {named(error)}") from error
         if response.status_code != 200:
-            raise WeightSyncError(_first_line(response.text))
+            raise WeightSyncError(first_line(response.text))
         return response.json()
 
     @property
@@ -502,22 +426,3 @@ class _Sync:
             seconds=self._seconds,
             stall_seconds=self._stall_s,
         )
-
-
-def _first_line(text: str) -> str:
-    """Return what a person needs of an error body: the worker's own message where there is one."""
-    match = _WORKER_ERROR.search(text)
-    message = match[1] if match else text
-    try:
-        data = msgspec.json.decode(message.encode())
-    except msgspec.DecodeError:
-        data = None
-    if isinstance(data, dict) and "error" in data:
-        inner = data["error"]
-        message = str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
-    lines = message.strip().splitlines()
-    return lines[0][:500] if lines else "(nothing)"
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
