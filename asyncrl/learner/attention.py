@@ -4,8 +4,9 @@ Legend: `N` slots, `R` rows of a block, `L` queries of a row, `K` keys of a row,
 width of a head.
 
 On a CPU, PyTorch's flash kernel is slow at these lengths: for one prompt of 100 tokens with 8 completions of 62 its
-backward took 10 ms, the single operations below timed apart add up to about 3. So each block is three batched matrix products around a softmax, in float32 whatever the
-model's dtype. The scores are computed again in the backward pass instead of being kept.
+backward took 10 ms, the single operations below timed apart add up to about 3. So each block is three batched matrix
+products around a softmax, in float32 whatever the model's dtype. The scores are computed again in the backward pass
+instead of being kept.
 On a GPU, flash-attn's variable-length kernel takes the same rows; that path has not been tried.
 """
 
