@@ -226,28 +226,36 @@ def to_device(record: _Record, device: torch.device) -> _Record:
 
 
 def split(
-    batch: Batch, *, max_tokens: int, share_prefixes: bool = True, observations: bool = False
+    batch: Batch,
+    *,
+    max_tokens: int,
+    share_prefixes: bool = True,
+    observations: bool = False,
+    apart: torch.Tensor | None = None,
 ) -> list[Microbatch]:
     """Return microbatches that cover every segment of `batch` once, each of at most `max_tokens` slots.
 
     A segment that is longer than `max_tokens` by itself gets a microbatch of its own. Segments of one group stay
     together while they fit. `observations` asks for log-probs of the environment's tokens too. Without
-    `share_prefixes`, each segment has slots of its own: the same numbers for more work.
+    `share_prefixes`, each segment has slots of its own: the same numbers for more work. Segments marked in `apart` [S]
+    bool never share a microbatch with those that are not.
     """
     tokens = batch.token_ids.numpy()
     bounds = batch.cu_seqlens.tolist()
     rows = [tokens[start:end] for start, end in pairwise(bounds)]
     groups = batch.group_index.tolist()
     # Lexicographic order inside a group puts each segment beside the one it shares the most with.
-    order = sorted(range(len(rows)), key=lambda s: (groups[s], rows[s].tolist()))
+    kinds = [False] * len(rows) if apart is None else apart.tolist()
+    order = sorted(range(len(rows)), key=lambda s: (kinds[s], groups[s], rows[s].tolist()))
     bins: list[list[int]] = []
     used = 0
     for place, segment in enumerate(order):
         shared = 0
-        if share_prefixes and bins and place and groups[order[place - 1]] == groups[segment]:
+        joins = bool(bins) and kinds[order[place - 1]] == kinds[segment]
+        if share_prefixes and joins and groups[order[place - 1]] == groups[segment]:
             shared = _common_prefix(rows[order[place - 1]], rows[segment])
         length = len(rows[segment])
-        if bins and used + length - shared <= max_tokens:
+        if joins and used + length - shared <= max_tokens:
             bins[-1].append(segment)
             used += length - shared
         else:

@@ -110,6 +110,12 @@ class LossSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings passed on to `function`."""
 
+    @property
+    def needs_advantage(self) -> bool:
+        """True where a segment whose advantages are all 0 has no gradient, so that none need be computed."""
+        other_terms = (self.kl_coef, self.observation_coef, self.entropy_coef, self.log_ratio_sq_coef)
+        return self.objective == "policy" and self.advantage != "teacher" and not any(other_terms)
+
 
 def _preset(**settings: Any) -> Mapping[str, Any]:
     return MappingProxyType(settings)

@@ -7,6 +7,7 @@ torch's own norm of the same formula into both models, and see 1e-10.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -128,8 +129,10 @@ def assert_as_plain(
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-8, atol=1e-10, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
-def gradients_of(model: PolicyModel, groups: Sequence[Group], settings: LearnerSettings) -> tuple[float, torch.Tensor]:
-    """Return the batch's loss and its whole gradient, flat."""
+def gradients_of(
+    model: PolicyModel, groups: Sequence[Group], settings: LearnerSettings, *, apart: torch.Tensor | None = None
+) -> tuple[float, torch.Tensor]:
+    """Return the batch's loss and its whole gradient, flat; segments marked in `apart` get their own microbatches."""
     optimizer = Optimizer(model.tensors(), settings)
     stepper = Stepper(model, optimizer, settings, max_off_policyness=1)
     batch = select(groups, baseline=settings.baseline, scale=settings.scale).batch
@@ -139,6 +142,7 @@ def gradients_of(model: PolicyModel, groups: Sequence[Group], settings: LearnerS
         max_tokens=settings.microbatch_tokens,
         share_prefixes=settings.share_prefixes,
         observations=observations,
+        apart=apart,
     )
     loss, _, _ = stepper.accumulate(batch, microbatches)
     flat = torch.cat([g.flatten() for _, g in sorted(optimizer.gradients().items())]).clone()
@@ -162,6 +166,23 @@ def test_neither_split_nor_sharing_nor_order_change_loss_or_gradient(loss: str) 
         found_loss, found = gradients_of(model, order, LearnerSettings(loss=loss, **variant))  # type: ignore[arg-type]
         assert found_loss == pytest.approx(wanted_loss, abs=1e-12)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * float(wanted.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dapo", "gspo", "echo", "dppo"])
+def test_groups_without_an_advantage_are_left_out_of_the_backward_pass_and_change_nothing(loss: str) -> None:
+    groups = random_groups(7, num_groups=3)
+    same = [replace(trajectory, reward=1.0) for trajectory in groups[1].trajectories]
+    groups[1] = replace(groups[1], trajectories=tuple(same))
+    settings = LearnerSettings(loss=loss, microbatch_tokens=10_000)
+    model = load()
+    batch = select(groups, baseline=settings.baseline, scale=settings.scale).batch
+    idle = batch.group_index == 1
+    assert bool(idle.any())
+    wanted_loss, wanted = gradients_of(model, groups, settings)
+    found_loss, found = gradients_of(model, groups, settings, apart=idle)
+    assert found_loss == pytest.approx(wanted_loss, abs=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * float(wanted.abs().max()))
 
 
 @pytest.mark.slow

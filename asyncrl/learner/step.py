@@ -9,6 +9,7 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | learning_rate | that was applied |
 | tokens_trained, num_loss_tokens | sampled tokens in the loss |
 | tokens_batch, tokens_forwarded | tokens of all segments; tokens that the body read, shared prefixes once |
+| num_segments_idle | segments with no gradient (advantages 0): forwarded for the diagnostics alone |
 | num_microbatches, num_segments, num_trajectories, num_failed_trajectories | counts of the batch |
 | seconds_packing, seconds_forward_backward, seconds_optimizer, seconds_step | of the step's parts and all of it |
 | tokens_per_second | tokens_batch / seconds_step |
@@ -144,8 +145,10 @@ class Stepper:
             max_tokens=self._settings.microbatch_tokens,
             share_prefixes=self._settings.share_prefixes,
             observations=self._loss.observation_coef > 0,
+            apart=self._without_gradient(batch),
         )
         metrics["num_microbatches"] = len(microbatches)
+        metrics["num_segments_idle"] = float(self._without_gradient(batch).sum())
         metrics["tokens_forwarded"] = sum(microbatch.num_slots for microbatch in microbatches)
         metrics["seconds_packing"] = clock.lap()
         loss, records, whole = self.accumulate(batch, microbatches)
@@ -207,6 +210,17 @@ class Stepper:
             entropy=entropy,
         )
         return total, reduce(parts), whole
+
+    def _without_gradient(self, batch: Batch) -> torch.Tensor:
+        """Return [S] bool: segments whose advantages are all 0 under a loss that has no other term.
+
+        Such groups are half of a batch early in training; they are forwarded for the diagnostics alone.
+        """
+        if not self._loss.needs_advantage:
+            return torch.zeros(batch.num_segments, dtype=torch.bool)
+        active = (batch.advantages != 0) & batch.loss_mask
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), active.long().cumsum(0)])
+        return before[batch.cu_seqlens[1:]] == before[batch.cu_seqlens[:-1]]
 
     def _denominators(self, batch: Batch, microbatches: Sequence[Microbatch]) -> dict[str, Any]:
         """Return the counts of the whole batch that the loss divides by, before the first backward pass.
