@@ -77,7 +77,8 @@ class Command:
     outputs: tuple[Stream, Stream]
     status: int
     init: int | None = None
-    """Descriptor of the first process inside, readable when that and all others inside are gone, and then -1."""
+    """Descriptor of the first process inside, readable when that and all others inside are gone."""
+    init_gone: bool = False
     stdin: int | None = None
     pending: bytes = b""
     status_text: bytes = b""

@@ -1,6 +1,6 @@
 """System calls that Python 3.11 has no name for. Standard library only: the launcher loads this without any package.
 
-Source: unshare(2), mount(2), umount(2), openat2(2), clone3(2).
+Source: unshare(2), mount(2), umount(2), openat2(2), clone3(2), prctl(2).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ MNT_DETACH = 2
 
 _SYS_CLONE3 = 435  # the same numbers on every architecture
 _SYS_OPENAT2 = 437
+_PR_SET_CHILD_SUBREAPER = 36
 _CLONE_INTO_CGROUP = 0x200000000
 _RESOLVE_NO_XDEV = 0x01
 _RESOLVE_NO_MAGICLINKS = 0x02
@@ -72,6 +73,12 @@ def fork_into(group: int) -> int:
     if pid < 0:
         _raise()
     return pid
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what this process's children leave behind, so that it can be waited for. Raises OSError."""
+    if _LIBC.prctl(ctypes.c_int(_PR_SET_CHILD_SUBREAPER), ctypes.c_ulong(1), *[ctypes.c_ulong(0)] * 3) != 0:
+        _raise()
 
 
 def unshare(flags: int) -> None:

@@ -10,6 +10,7 @@ bubblewrap.py starts it with an empty environment and sends it requests as `mess
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -335,7 +336,11 @@ class Launcher:
             self._forget(command.status)
             command.status = -1
             self._finish_if_ended(command)
-        elif command.init is None and (pid := reported(command.status_text, "child-pid")) is not None:
+        elif (
+            command.init is None
+            and not command.init_gone
+            and (pid := reported(command.status_text, "child-pid")) is not None
+        ):
             self._watch_init(command, pid)
         self._starting.discard(command.pid)
         self._start_waiting()
@@ -344,15 +349,25 @@ class Launcher:
         try:
             command.init = os.pidfd_open(pid)
         except ProcessLookupError:
-            command.init = -1  # it has ended already
+            command.init_gone = True
         else:
             self._watch(command.init, selectors.EVENT_READ, partial(self._on_init_exit, command))
 
     def _on_init_exit(self, command: Command) -> None:
         assert command.init is not None
-        self._forget(command.init)
-        command.init = -1
+        self._selector.unregister(command.init)
+        command.init_gone = True
         self._finish_if_ended(command)
+
+    def _reap_init(self, command: Command) -> None:
+        """Wait for the first process inside, which bubblewrap leaves to its own parent when it is faster than that."""
+        if command.init is None:
+            return
+        if not command.init_gone:
+            self._selector.unregister(command.init)
+        with contextlib.suppress(ChildProcessError):  # bubblewrap has waited
+            os.waitid(os.P_PIDFD, command.init, os.WEXITED | os.WNOHANG)
+        os.close(command.init)
 
     def _on_exit(self, command: Command) -> None:
         self._reap(command)
@@ -399,7 +414,7 @@ class Launcher:
             command.exit_status is not None
             and not command.streams
             and command.status < 0
-            and (command.init is None or command.init < 0)
+            and (command.init is None or command.init_gone)
         ):
             self._finish(command)
 
@@ -410,9 +425,10 @@ class Launcher:
         self._commands.remove(command)
         box = command.box
         box.command = None
-        for descriptor in (*command.streams, command.status, command.init, command.stdin):
+        for descriptor in (*command.streams, command.status, command.stdin):
             if descriptor is not None and descriptor >= 0:
                 self._forget(descriptor)
+        self._reap_init(command)
         counters = box.group.counters() if box.group is not None else cgroups.Counters()
         (stdout, cut), (stderr, cut_too) = command.outputs[0].result(), command.outputs[1].result()
         code = exit_code(command, stderr)
@@ -481,6 +497,7 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the owner ends this process by closing the socket
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    kernel.adopt_orphans()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each running command takes seven
     channel = socket.socket(fileno=descriptor)

@@ -244,6 +244,29 @@ os.read(read, 1)
     with_backend(body, tmp_path, backend=backend)
 
 
+def test_no_ended_process_waits_for_a_parent(backend: str, tmp_path: Path) -> None:
+    """In a container nobody may be there to adopt and await orphans; they would fill its process table."""
+
+    mark = f"3160{os.getpid()}"
+    seen: list[int] = []
+
+    async def body(sandboxes: SandboxBackend) -> None:
+        for number in range(5):
+            async with await sandboxes.open({}, limits=LIMITS) as sandbox, trio.open_nursery() as nursery:
+                command = f": > started; until test -e stop; do sleep 0.01; done; : {mark}"
+                nursery.start_soon(shell, sandbox, command)
+                await wait_started(sandbox)
+                seen.extend(processes_with(mark))
+                if number % 2:
+                    await sandbox.write("stop", b"")
+                else:
+                    nursery.cancel_scope.cancel()
+            assert [pid for pid in seen if Path(f"/proc/{pid}").exists()] == []
+
+    with_backend(body, tmp_path, backend=backend)
+    assert len(seen) >= 10
+
+
 def test_a_cancelled_command_is_ended_and_the_sandbox_goes_on(backend: str, tmp_path: Path) -> None:
     mark = f"3154{os.getpid()}"
 
