@@ -25,22 +25,19 @@ from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel, leases, messages, profile, safe_files
 from asyncrl.sandbox.commands import Box, Command, Stream, exit_code, outcome, reported
-from asyncrl.sandbox.spawn import spawn
+from asyncrl.sandbox.spawn import spawn, user
 
 _READ_BYTES = 65536
 _REMOVE_TRIES = 200  # a group stays busy for some ms after its last process; at 10 ms each, two seconds
 _KILL_GRACE_S = 10.0  # a process that is not gone by then hangs in the kernel; the sandbox is given up
-_UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
-_NUM_UIDS = 60_000
 
 
 class RequestError(Exception):
     """A request that cannot be carried out; `kind` tells the other side which error to raise."""
 
-    def __init__(self, kind: str, message: str, number: int = 0) -> None:
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        self.number = number
 
 
 class Launcher:
@@ -65,7 +62,6 @@ class Launcher:
         self._seccomp = b""
         self._max_starting = 1
         self._starting: set[int] = set()
-        self._drop_uid = os.geteuid() == 0
 
     def serve(self) -> None:
         """Answer requests until the owner is gone, then remove everything."""
@@ -114,11 +110,11 @@ class Launcher:
         try:
             operations[header["op"]](request, header, blobs)
         except RequestError as error:
-            self._reply(request, {"error": error.kind, "message": str(error), "errno": error.number})
+            self._reply(request, {"error": error.kind, "message": str(error)})
         except safe_files.UnsafePathError as error:
-            self._reply(request, {"error": "unsafe", "message": str(error), "errno": 0})
+            self._reply(request, {"error": "unsafe", "message": str(error)})
         except cgroups.CgroupsUnavailableError as error:
-            self._reply(request, {"error": "cgroups", "message": str(error), "errno": 0})
+            self._reply(request, {"error": "cgroups", "message": str(error)})
         except OSError as error:
             message = f"{header['op']}: {error.strerror} {error.filename or ''}".rstrip()
             self._reply(request, {"error": "os", "message": message, "errno": error.errno or 0})
@@ -158,23 +154,19 @@ class Launcher:
             if not header["allow_weaker"]:
                 raise
             wall = "bubblewrap-rlimits"
-        uid = self._uid(0)
+        uid = user(0)
         try:
             self._stage = profile.build_stage(header["bubblewrap"], header["python_prefix"], header["hidden"], uid)
         except OSError as error:
             raise RequestError("namespaces", f"{error.strerror} {error.filename or ''}".rstrip()) from None
         self._reply(request, {"wall": wall, "pid": os.getpid()})
 
-    def _uid(self, number: int) -> int | None:
-        """Return an unprivileged user for a sandbox; None where this process has no privilege to drop."""
-        return _UID_BASE + number % _NUM_UIDS if self._drop_uid else None
-
     def _open(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
         assert self._stage is not None
         assert self._ledger is not None
         name, limits = header["box"], header["limits"]
         self._num_opened += 1
-        uid = self._uid(self._num_opened)
+        uid = user(self._num_opened)
         path = os.path.join(self._stage.root, "box", name)
         self._ledger.write(name, {"box": name, "pid": os.getpid()})
         group = None

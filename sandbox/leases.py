@@ -24,6 +24,7 @@ class Ledger:
     def __init__(self, directory: int, owner: str) -> None:
         self._directory = directory
         self.owner = owner
+        self._where = {"boot": _boot(), "pid_namespace": _pid_namespace()}
 
     @classmethod
     def open(cls, path: str, owner_pid: int) -> Ledger:
@@ -38,7 +39,7 @@ class Ledger:
         temporary = f"{self.owner}.{name}.new"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=self._directory)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({**lease, "boot": _boot(), "pid_namespace": _pid_namespace()}, file)
+            json.dump({**lease, **self._where}, file)
         os.rename(temporary, self._file(name), src_dir_fd=self._directory, dst_dir_fd=self._directory)
 
     def remove(self, name: str) -> None:

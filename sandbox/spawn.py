@@ -14,6 +14,8 @@ from asyncrl.sandbox.commands import NOT_EXECUTABLE, Box
 
 _FAILED = 125
 _OPEN_FILES = 256
+_UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
+_NUM_UIDS = 60_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,11 @@ class Spawned:
     stderr: int
     status: int
     """Where bubblewrap reports on the command."""
+
+
+def user(number: int) -> int | None:
+    """Return an unprivileged user for sandbox `number`; None where this process has no privilege to drop."""
+    return _UID_BASE + number % _NUM_UIDS if os.geteuid() == 0 else None
 
 
 def spawn(stage: profile.Stage, box: Box, argv: Sequence[str], *, has_input: bool, seccomp: bytes) -> Spawned:
