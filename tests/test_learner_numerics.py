@@ -24,7 +24,7 @@ from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.step import Stepper, select
-from asyncrl.packing import Batch, split
+from asyncrl.packing import Batch, Microbatch, split
 from asyncrl.types import Group
 
 _TEMPERATURE = 0.7
@@ -168,6 +168,14 @@ def test_neither_split_nor_sharing_nor_order_change_loss_or_gradient(loss: str) 
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * float(wanted.abs().max()))
 
 
+class GradNoting(PolicyModel):
+    """A model that notes which of its forwards are to be differentiated."""
+
+    def logprobs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.grad_enabled = [*getattr(self, "grad_enabled", []), torch.is_grad_enabled()]
+        return super().logprobs(microbatch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dapo", "gspo", "echo", "dppo"])
 def test_groups_without_an_advantage_are_left_out_of_the_backward_pass_and_change_nothing(loss: str) -> None:
@@ -180,7 +188,9 @@ def test_groups_without_an_advantage_are_left_out_of_the_backward_pass_and_chang
     idle = batch.group_index == 1
     assert bool(idle.any())
     wanted_loss, wanted = gradients_of(model, groups, settings)
-    found_loss, found = gradients_of(model, groups, settings, apart=idle)
+    noting = GradNoting(model.model, temperature=model.temperature, head_dtype=torch.float32)
+    found_loss, found = gradients_of(noting, groups, settings, apart=idle)
+    assert noting.grad_enabled == ([True, True] if loss in ("echo", "dppo") else [True, False])
     assert found_loss == pytest.approx(wanted_loss, abs=1e-12)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * float(wanted.abs().max()))
 

@@ -187,12 +187,16 @@ class Stepper:
         policy = torch.zeros(batch.num_tokens, dtype=torch.float64)
         entropy = torch.zeros(batch.num_tokens, dtype=torch.float64)
         total, parts = 0.0, []
+        idle = self._without_gradient(batch)
         for microbatch in microbatches:
             there = to_device(microbatch, self._device)
-            logprobs_T, entropy_T = self._model.logprobs(there)
-            inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, self._reference_logprobs(there), counts)
-            output = evaluate(self._settings.loss, inputs, **self._settings.loss_settings)
-            output.loss.backward()
+            learns = not bool(idle[microbatch.segment_index].all())
+            with torch.set_grad_enabled(learns):
+                logprobs_T, entropy_T = self._model.logprobs(there)
+                inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, self._reference_logprobs(there), counts)
+                output = evaluate(self._settings.loss, inputs, **self._settings.loss_settings)
+            if learns:
+                output.loss.backward()
             total += float(output.loss.detach())
             parts.append(output.metrics)
             policy[microbatch.token_index] = logprobs_T.detach().double().cpu()
