@@ -27,13 +27,16 @@ _SHOWN = 60  # characters of a value or error in the feedback; longer costs toke
 class BugFixSettings(RolloutSettings):
     """What is asked, and how a reply is paid.
 
-    reward = solved * (1 - rambling_penalty * rambling) + (1 - solved) * partial_weight * partial, from 0 to 1.
+    reward = solved * retried * (1 - rambling_penalty * rambling) + (1 - solved) * partial_weight * partial,
+    from 0 to 1; retried is 1 for a solution at the first turn and retry_weight for a later one.
     """
 
     max_tokens: int = 40
     """The longest reference has 33 tokens of a byte-pair vocabulary; what is longer is hardly ever right."""
     partial_weight: float = 0.2
     """Paid for all hidden tests that the unfixed code fails, where some still fail; 0 pays for solutions only."""
+    retry_weight: float = 1.0
+    """Paid for a solution that needed more than one turn; below 1, the tokens of failed first tries earn less."""
     rambling_penalty: float = 0.0
     """Taken from a solution whose reply did not end by itself within `max_tokens`."""
     system: str = "You fix bugs in Python code."
@@ -52,6 +55,10 @@ class BugFixSettings(RolloutSettings):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value < 1):
                 raise ConfigError(f"{name} must be from 0 to below 1, got {value} ([environment.options])")
+        if not 0 < self.retry_weight <= 1:
+            raise ConfigError(
+                f"retry_weight must be above 0 and at most 1, got {self.retry_weight} ([environment.options])"
+            )
         if self.epochs < 0:
             raise ConfigError(f"epochs must be >= 0, got {self.epochs} ([environment.options])")
 
@@ -130,7 +137,8 @@ class BugFixEnvironment(MultiTurnEnvironment):
         solved = float(passed == total)
         partial = max(0.0, (passed - base) / (total - base))
         rambling = float(episode.turns[-1].completion.finish_reason is FinishReason.LENGTH)
-        reward = solved * (1 - self.settings.rambling_penalty * rambling)
+        retried = 1.0 if len(episode.turns) == 1 else self.settings.retry_weight
+        reward = solved * retried * (1 - self.settings.rambling_penalty * rambling)
         reward += (1 - solved) * self.settings.partial_weight * partial
         parts = {"solved": solved, "partial": partial, "rambling": rambling}
         parts["malformed"] = float(episode.extras.get("malformed", 0))
