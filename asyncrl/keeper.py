@@ -19,11 +19,12 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TRACKER_S = 2.0  # it has a handful of names to unlink
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,16 +70,41 @@ def _end(child: subprocess.Popen[bytes]) -> int:
     """Kill the child and all that came from it, reap them, and return the child's own code."""
     child.kill()
     code = child.wait()
+    trackers = [pid for pid in _descendants(os.getpid()) if _is_resource_tracker(pid)]
+    _kill(pid for pid in _descendants(os.getpid()) if pid not in trackers)
+    for pid in trackers:  # each ends by itself once nobody holds its pipe, and unlinks the family's semaphores first
+        _wait(pid, _TRACKER_S)
     while True:
-        for pid in _descendants(os.getpid()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # it ended between the listing and the signal
+        _kill(_descendants(os.getpid()))
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return code
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it ended between the listing and the signal
+
+
+def _wait(pid: int, seconds: float) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([descriptor], [], [], seconds)
+    os.close(descriptor)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Tell whether a process is multiprocessing's, which removes named semaphores whose makers were killed."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _descendants(root: int) -> list[int]:

@@ -1,0 +1,46 @@
+"""An environment of a user's own, as the tests of whole runs train on it: rewards that a random model earns too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.protocols import SandboxBackend, SandboxLimits
+from asyncrl.rollout import Episode, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
+from asyncrl.tokens import ChatRenderer, Message
+from asyncrl.types import Task
+
+_JUDGE = "import sys; data = sys.stdin.buffer.read(); print(sum(byte % 2 for byte in data) / max(1, len(data)))"
+
+
+class ParityEnvironment(MultiTurnEnvironment):
+    """Pays for odd bytes, counted in a sandbox. Two turns."""
+
+    name = "parity"
+    settings_type = RolloutSettings
+
+    def __init__(
+        self, settings: RolloutSettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int
+    ) -> None:
+        super().__init__(
+            renderer=renderer,
+            tasks=TaskSource(lambda epoch: [self._task(f"{epoch}-{i}") for i in range(5)], seed=seed),
+            held_out=[self._task("held-out-0"), self._task("held-out-1")],
+            settings=settings,
+        )
+        self._sandboxes = sandboxes
+
+    def _task(self, name: str) -> Task:
+        return Task(task_id=name, environment=self.name)
+
+    def start(self, episode: Episode) -> Sequence[Message]:
+        """Ask."""
+        return [{"role": "user", "content": f"{episode.task.task_id}: write odd bytes."}]
+
+    async def step(self, episode: Episode, text: str) -> StepOutcome:
+        """Answer the first reply with a question, and count the second."""
+        if len(episode.turns) < 2:
+            return StepOutcome(done=False, messages=[{"role": "user", "content": "More."}])
+        async with await self._sandboxes.open({}, limits=SandboxLimits()) as sandbox:
+            result = await sandbox.exec([*self._sandboxes.python, "-c", _JUDGE], stdin=text.encode())
+        reward = float(result.stdout)
+        return StepOutcome(done=True, reward=reward, reward_parts={"solved": float(reward > 0.5)})

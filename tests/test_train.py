@@ -1,0 +1,267 @@
+"""Whole runs of `asyncrl train`: real vLLM on a tiny random model, the real learner, real sandboxes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tiny_model import build_tiny_model
+
+from asyncrl.recording import read_metrics
+from asyncrl.run_directory import RunDirectory
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+_CONFIG = """
+[run]
+name = "tiny"
+directory = "{directory}"
+steps = 3
+checkpoint_every_steps = 2
+
+[model]
+path = "{model}"
+
+[environment]
+name = "parity_environment:ParityEnvironment"
+options = {{ max_turns = 2, max_tokens = 12 }}
+
+[buffer]
+max_off_policyness = 1
+groups_per_step = 2
+group_size = 4
+
+[engine]
+max_model_len = 256
+max_num_seqs = 16
+dtype = "float32"
+kv_cache_gib = 0.1
+
+[learner]
+dtype = "float32"
+learning_rate = 1e-3
+
+[evaluation]
+samples = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path, directory: RunDirectory) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(_CONFIG.format(model=model, directory=directory.path))
+    return path
+
+
+def _command(config: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "asyncrl", "train", str(config), *arguments]
+
+
+def _environment() -> Mapping[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
+
+
+def _train(config: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        _command(config, *arguments), env=_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def _running(config: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Yield a run that has taken its first step, and the lines that it has written so far; it is killed at the end."""
+    run = subprocess.Popen(
+        _command(config, *arguments), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert run.stdout is not None
+    lines: list[str] = []
+    try:
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("step "):
+                break
+        assert lines[-1].startswith("step "), "".join(lines)
+        yield run, lines
+    finally:
+        run.kill()
+        run.wait()
+        run.stdout.close()
+
+
+def _descendants(pid: int) -> dict[int, str]:
+    """Return pid -> command line of every process below `pid`."""
+    found: dict[int, str] = {}
+    parents = [pid]
+    while parents:
+        parent = parents.pop()
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            for child in map(int, task.read_text().split()):
+                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                parents.append(child)
+    return found
+
+
+def _wait_gone(pids: Sequence[int], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ended = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
+        finally:
+            os.close(descriptor)
+        assert ended, f"process {pid} is still there"
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _one(processes: Mapping[int, str], words: str) -> int:
+    (pid,) = (pid for pid, line in processes.items() if words in line and "keeper.py" not in line)
+    return pid
+
+
+def test_a_run_trains_measures_checkpoints_and_goes_on(config: Path, directory: RunDirectory) -> None:
+    before = _shared_memory()
+    output = _train(config)
+    assert "what the run did" in output
+    summary = json.loads(directory.summary.read_text())
+    assert summary["steps"] == summary["policy_version"] == 3
+    assert summary["weight_syncs"] == summary["weight_syncs_verified"] == 3
+    assert summary["max_staleness_trained"] <= 1
+    assert 0 < summary["tokens_trained"] <= summary["tokens_generated"]
+    assert summary["eval"]["tasks"] == 2
+    assert 0.0 <= summary["eval"]["after"] <= 1.0
+    assert sum(summary["trajectories"].values()) >= 3 * 8
+    steps = read_metrics(directory)
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["grad_norm"] > 0 for step in steps)
+    assert max(step["importance_ratio_max"] for step in steps if step["staleness_max"] == 0) < 1.01
+
+    _train(config, "--resume", "--set", "run.steps=5", "--set", "buffer.max_off_policyness=1")
+    summary = json.loads(directory.summary.read_text())
+    assert summary["policy_version"] == 5
+    assert [step["step"] for step in read_metrics(directory)] == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["step-4", "step-5"]
+    _check_model_loads(directory.checkpoints / "step-5" / "model")
+    assert _shared_memory() <= before
+
+
+def _check_model_loads(path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(path)
+    assert AutoTokenizer.from_pretrained(path).chat_template
+
+
+def test_bound_zero_trains_on_policy_in_the_same_code(config: Path, directory: RunDirectory) -> None:
+    _train(config, "--set", "buffer.max_off_policyness=0", "--set", "evaluation.samples=0")
+    summary = json.loads(directory.summary.read_text())
+    assert summary["max_staleness_trained"] == 0
+    assert summary["max_importance_ratio"] < 1.01
+
+
+def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing(config: Path, directory: RunDirectory) -> None:
+    before = _shared_memory()
+    with _running(config, "--set", "run.steps=1000", "--set", "evaluation.before=false") as (run, lines):
+        _check_scrape(lines)
+        report = subprocess.run(
+            [sys.executable, "-m", "asyncrl", "status", str(directory.path), "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(report.stdout)["state"] == "running"
+        processes = _descendants(run.pid)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) == 130
+        _wait_gone(list(processes), 1.0)
+    summary = json.loads(directory.summary.read_text())
+    assert (directory.checkpoints / f"step-{summary['policy_version']}" / "manifest.json").exists()
+    assert summary["eval"]["after"] is None
+    assert _shared_memory() <= before
+
+
+def _check_scrape(lines: Sequence[str]) -> None:
+    (line,) = (line for line in lines if line.startswith("Prometheus metrics at "))
+    text = httpx.get(line.split()[-1]).text
+    values: dict[str, Any] = {}
+    for sample in text.splitlines():
+        if not sample.startswith("#"):
+            name, value = sample.rsplit(" ", 1)
+            values[name] = float(value)
+    assert values["asyncrl_policy_version"] >= 1
+    assert values["asyncrl_tokens_generated_total"] > 0
+    assert values["asyncrl_importance_ratio_max"] > 0
+    assert sum(value for name, value in values.items() if name.startswith("asyncrl_phase{")) == 1
+
+
+def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(config: Path) -> None:
+    before = _shared_memory()
+    with _running(config, "--set", "run.steps=1000", "--set", "evaluation.before=false") as (run, _):
+        processes = _descendants(run.pid)
+        run.send_signal(signal.SIGINT)
+        assert run.stdout is not None
+        for line in run.stdout:
+            if "once more to stop at once" in line:
+                break
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) == 130
+        _wait_gone(list(processes), 1.0)
+    assert _shared_memory() <= before
+
+
+def test_kill_9_of_the_orchestrator_leaves_nothing_and_the_run_goes_on(config: Path, directory: RunDirectory) -> None:
+    before = _shared_memory()
+    settings = ("--set", "run.checkpoint_every_steps=1", "--set", "evaluation.samples=0")
+    with _running(config, "--set", "run.steps=1000", *settings) as (run, _):
+        processes = _descendants(run.pid)
+        run.kill()
+        run.wait()
+        _wait_gone(list(processes), 20.0)
+    assert _shared_memory() <= before
+    saved = max(int(path.name.removeprefix("step-")) for path in directory.checkpoints.glob("step-*"))
+    _train(config, "--resume", "--set", f"run.steps={saved + 1}", *settings)
+    assert json.loads(directory.summary.read_text())["policy_version"] == saved + 1
+
+
+@pytest.mark.parametrize(("victim", "words"), [("asyncrl.learner", "learner"), ("vllm.entrypoints", "engine 0")])
+def test_a_child_that_dies_is_named_with_its_last_lines(config: Path, victim: str, words: str) -> None:
+    before = _shared_memory()
+    with _running(config, "--set", "run.steps=1000", "--set", "evaluation.before=false") as (run, lines):
+        processes = _descendants(run.pid)
+        os.kill(_one(processes, victim), signal.SIGKILL)
+        assert run.stdout is not None
+        lines += run.stdout
+        assert run.wait(timeout=60) == 1
+        _wait_gone(list(processes), 1.0)
+    assert _shared_memory() <= before
+    output = "".join(lines)
+    assert f"{words} was ended by signal 9; the last lines of" in output
+    assert "Traceback (most recent call last)" not in output.split("asyncrl: ")[0]
