@@ -1,6 +1,6 @@
 """The verbs of the command line: one module each, with `HELP`, `add_arguments(parser)` and `main(arguments) -> int`."""
 
-from asyncrl.commands import bench, check, environments, evaluate, status, train
+from asyncrl.commands import bench, check, environments, evaluate, plot, status, train
 
 COMMANDS = {
     "train": train,
@@ -8,6 +8,7 @@ COMMANDS = {
     "status": status,
     "eval": evaluate,
     "environments": environments,
+    "plot": plot,
     "bench": bench,
 }
 """Name on the command line -> module."""
