@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,24 @@ class CheckpointStore:
         self._keep = keep
 
     def begin(self, version: PolicyVersion) -> Path:
-        """Return an empty directory to write into; `commit` makes it a checkpoint."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for left_over in self._directory.glob(".*.tmp"):
-            shutil.rmtree(left_over)
+        """Return an empty directory to write into; `commit` makes it a checkpoint. Raises: CheckpointError."""
         partial = self._directory / f".{_PREFIX}{version}.tmp"
-        partial.mkdir()
+        with _writing(partial):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for left_over in self._directory.glob(".*.tmp"):
+                shutil.rmtree(left_over)
+            partial.mkdir()
         return partial
 
     def commit(self, partial: Path, version: PolicyVersion, state: Mapping[str, Any]) -> Checkpoint:
-        """Write the orchestrator's state and the manifest, rename into place, remove the oldest beyond `keep`."""
+        """Write the orchestrator's state and the manifest, rename into place, remove the oldest beyond `keep`.
+
+        Raises: CheckpointError when the disk refuses.
+        """
+        with _writing(partial):
+            return self._commit(partial, version, state)
+
+    def _commit(self, partial: Path, version: PolicyVersion, state: Mapping[str, Any]) -> Checkpoint:
         _write_json(partial / _STATE, state)
         files = {
             str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
@@ -81,6 +90,14 @@ class CheckpointStore:
     def _versions(self) -> Sequence[PolicyVersion]:
         names = (path.name for path in self._directory.glob(f"{_PREFIX}*"))
         return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror}") from error
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:

@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ours, others = group.split(AsyncRLError)
         if others is not None:
             others = others.split(KeyboardInterrupt)[1]
-        if others is not None or ours is None:
+        if others is not None:
             raise
-        return _report(_leaves(ours))
+        return _report(_leaves(ours)) if ours is not None else 130
 
 
 def _parser() -> argparse.ArgumentParser:

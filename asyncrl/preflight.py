@@ -5,28 +5,42 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import trio
 
-from asyncrl import run_directory
 from asyncrl.configs import Config
-from asyncrl.errors import ConfigError
-from asyncrl.run_directory import RunDirectory
-from asyncrl.sandbox import probe
+from asyncrl.environments import load_environment
+from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.sandbox import open_backend
+from asyncrl.tokens import ChatRenderer
 
 _MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _SHARED_MEMORY = Path("/dev/shm")
 _PUBLISHED_VERSIONS = 2  # on disk at once while engines change over
 
 
-def preflight(config: Config, directory: RunDirectory) -> None:
-    """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing and leaves nothing."""
+def preflight(config: Config) -> None:
+    """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing that stays."""
     check_model(config.model.path)
     _check_engine(config)
-    run_directory.check_space(directory, config)
     _check_shared_memory(config)
-    trio.run(probe, config.sandbox)
+    trio.run(_check_environment, config)
+
+
+async def _check_environment(config: Config) -> None:
+    """Load the tasks and make one sandbox backend."""
+    renderer = ChatRenderer.load(config.model.path)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-preflight-") as scratch:
+        try:
+            async with open_backend(config.sandbox, directory=scratch) as sandboxes:
+                environment = load_environment(
+                    config.environment, renderer=renderer, sandboxes=sandboxes, seed=config.run.seed
+                )
+                await environment.aclose()
+        except SandboxError as error:
+            raise ConfigError(f"{error} ([sandbox])") from None
 
 
 def check_model(path: Path) -> None:

@@ -7,6 +7,7 @@ last lines, and ends the run.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import sys
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -31,7 +32,7 @@ from asyncrl.run_directory import RunDirectory
 from asyncrl.sandbox import open_backend, self_test
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Group, PolicyVersion, WeightManifest
-from asyncrl.weight_sync.stale import remove_stale
+from asyncrl.weight_sync.stale import SHARED_MEMORY_DIRECTORY, remove_stale
 
 _SHUTDOWN_S = 20.0  # for the learner to end a request and remove what it published; then it is terminated
 
@@ -39,14 +40,16 @@ _SHUTDOWN_S = 20.0  # for the learner to end a request and remove what it publis
 class LearnerProcess:
     """The orchestrator's side of the learner's socket. A `Learner`; one request at a time."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    def __init__(self, stream: trio.SocketStream, child: Child) -> None:
         self._stream = stream
+        self._child = child
         self._turn = trio.Lock()
 
-    async def wait_ready(self) -> wire.Hello:
-        """Return the learner's first message, once it has loaded the model."""
+    async def wait_ready(self, version: PolicyVersion) -> None:
+        """Return once the learner has loaded the model. Raises: LearnerError when it is at another version."""
         hello: wire.Hello = await self._receive(wire.Hello)
-        return hello
+        if hello.version != version:
+            raise LearnerError(f"the learner began at version {hello.version} and the checkpoint is at {version}")
 
     async def step(self, groups: Sequence[Group]) -> StepResult:
         """See `protocols.Learner`."""
@@ -76,8 +79,14 @@ class LearnerProcess:
             try:
                 await wire.send_async(self._stream, request)
             except trio.BrokenResourceError:
-                raise LearnerError("the learner closed its connection") from None
+                await self._fail()
             return await self._receive(kind)
+
+    async def _fail(self) -> NoReturn:
+        """Say how the learner ended: its connection closes a moment before its keeper has seen the end."""
+        with trio.move_on_after(_SHUTDOWN_S):
+            raise LearnerError((await self._child.wait_exit()).describe())
+        raise LearnerError(f"the learner closed its connection and did not end within {_SHUTDOWN_S:.0f} s")
 
     async def _receive(self, kind: type[wire.Message]) -> Any:
         try:
@@ -85,7 +94,7 @@ class LearnerProcess:
         except (trio.BrokenResourceError, EOFError):
             reply = None
         if reply is None:
-            raise LearnerError("the learner closed its connection")
+            await self._fail()
         if isinstance(reply, wire.Failure):
             raise LearnerError(f"the learner failed: {reply.kind}: {reply.message}")
         assert isinstance(reply, kind), f"expected {kind.__name__}, got {reply!r}"
@@ -108,7 +117,7 @@ async def open_parts(
     version = checkpoint.version if checkpoint else 0
     for path in remove_stale():
         say(f"removed {path}, left by a run that was killed")
-    run_id = f"{directory.path.name}-{secrets.token_hex(4)}"
+    run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
         environment = await _open_environment(config, directory, renderer, stack, say)
@@ -118,7 +127,9 @@ async def open_parts(
         async with _watched(children):
             async with trio.open_nursery() as starting:
                 starting.start_soon(pool.wait_healthy, config.engine.start_timeout_s)
-                starting.start_soon(learner.wait_ready)
+                starting.start_soon(learner.wait_ready, version)
+            if config.engine.urls:  # servers that ran before hold whatever they held
+                await pool.pull_all(await learner.publish())
             yield Parts(environment=environment, sampler=pool, learner=learner, engines=pool)
         await learner.shut_down()
 
@@ -147,12 +158,14 @@ async def open_tasks(config: Config) -> AsyncIterator[tuple[Any, ChatRenderer, S
             environment = load_environment(
                 config.environment, renderer=renderer, sandboxes=sandboxes, seed=config.run.seed
             )
-            if not hasattr(environment, "all_tasks"):
-                raise ConfigError(
-                    f"environment {config.environment.name!r} cannot list its tasks: it has no all_tasks()"
-                )
-            yield environment, renderer, sandboxes
-            await environment.aclose()
+            try:
+                if not hasattr(environment, "all_tasks"):
+                    raise ConfigError(
+                        f"environment {config.environment.name!r} has no all_tasks() that lists its tasks"
+                    )
+                yield environment, renderer, sandboxes
+            finally:
+                await environment.aclose()
 
 
 @asynccontextmanager
@@ -207,7 +220,7 @@ async def _start_engine(
 ) -> tuple[Child, str]:
     """Start a vLLM server; return it and its URL. It does not answer yet."""
     port = config.engine.port or free_port()
-    argv, environment = command(config.engine, str(model), port)
+    argv, environment = command(config.engine, str(model), port, seed=config.run.seed)
     if config.engine.niceness:
         argv = ["nice", "-n", str(config.engine.niceness), *argv]
     log_path = directory.logs / "engine-0.log"
@@ -248,6 +261,7 @@ async def _start_learner(
         "model": str(config.model.path),
         "run_id": run_id,
         "resume_from": str(checkpoint.directory) if checkpoint else "",
+        "seed": config.run.seed,
         "temperature": config.sampling.temperature,
         "max_off_policyness": config.buffer.max_off_policyness,
         "weight_sync": to_table(config.weight_sync),
@@ -255,6 +269,7 @@ async def _start_learner(
     }
     settings_path = directory.logs / "learner.json"
     settings_path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    place = config.weight_sync.directory if config.weight_sync.transport == "filesystem" else SHARED_MEMORY_DIRECTORY
     ours, theirs = socket.socketpair()
     argv = [sys.executable, "-m", "asyncrl.learner", "--fd", str(theirs.fileno()), "--settings", str(settings_path)]
     with theirs:
@@ -265,10 +280,10 @@ async def _start_learner(
                 log_path=directory.logs / "learner.log",
                 pass_fds=[theirs.fileno()],
                 grace_s=_SHUTDOWN_S,
-                remove_on_exit=[f"/dev/shm/asyncrl-{run_id}-*"],
+                remove_on_exit=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
             )
         )
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
     stack.push_async_callback(stream.aclose)
     children[child] = LearnerError
-    return LearnerProcess(stream)
+    return LearnerProcess(stream, child)

@@ -43,7 +43,7 @@ class Progress:
         self._rows: list[Mapping[str, float]] = []
         self._run: Run | None = None
         self.note = "starting"
-        """What happens before there is a run."""
+        """What is going on besides the run's steps; empty for nothing."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -56,7 +56,7 @@ class Progress:
 
     def watch(self, run: Run) -> None:
         """Show this run's moment from now on."""
-        self._run = run
+        self._run, self.note = run, ""
 
     def say(self, note: str) -> None:
         """Say what is going on, once in a log file and as long as it lasts on a terminal."""
@@ -87,7 +87,7 @@ class Progress:
             table.add_column(title, justify="right")
         for record in self._rows[-_SHOWN_STEPS:]:
             table.add_row(*(text.format(record[key]) if key in record else "" for _, key, text in _COLUMNS))
-        return Group(table, Text(moment(self._run)))
+        return Group(table, Text(moment(self._run)), *([Text(self.note)] if self.note else []))
 
 
 def moment(run: Run) -> str:

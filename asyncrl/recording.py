@@ -1,4 +1,4 @@
-"""What a run writes down while it goes: metrics.jsonl, status.json, trajectories, and at the end summary.json."""
+"""What a run writes down while it goes: metrics.jsonl, spikes.jsonl, status.json, trajectories, and summary.json."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncrl.progress import Progress, moment
@@ -15,11 +16,13 @@ from asyncrl.run_directory import RunDirectory
 from asyncrl.status import EvaluationResult, RunStatus
 from asyncrl.types import Group, TokenIds
 
+_KEPT_SPIKES = 8  # largest token ratios of a step that are written down; all 64 would be 1 MB in 100 steps
+
 
 class RunRecorder:
     """Writes to the run directory and shows on the console. A `run.Recorder`.
 
-    metrics.jsonl is cut back to the resumed version first, so that it has one line a step, whatever was killed when.
+    Files with a line a step are cut back to the resumed version first, whatever was killed when.
     """
 
     def __init__(
@@ -30,7 +33,9 @@ class RunRecorder:
         self._decode = decode
         self._run: Run | None = None
         self._generated = (0.0, 0.0)
-        _cut_back(directory, first_step)
+        for path in (directory.metrics, directory.spikes):
+            _cut_back(path, first_step)
+        directory.summary.unlink(missing_ok=True)  # of before a resume: it must not speak for what follows
 
     def watch(self, run: Run) -> None:
         """Write about this run from now on."""
@@ -65,11 +70,20 @@ class RunRecorder:
         line = {**record, "generated_tokens_per_second": rate, "time": time.time()}
         with self._directory.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        spikes = {"step": record["step"], "version": record["version"], "top": list(result.top_ratios)[:_KEPT_SPIKES]}
+        with self._directory.spikes.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(spikes) + "\n")
         self._progress.step(line)
         self._write_status()
 
+    def phase(self) -> None:
+        """Write down what the run does now."""
+        self._write_status()
+
     def evaluation(self, result: EvaluationResult) -> None:
-        """Show a measurement."""
+        """Show a measurement; its tokens are not counted into the next step's rate."""
+        if self._run is not None:
+            self._generated = (self._run.seconds, self._run.status.tokens_generated)
         self._progress.evaluation(result)
         self._write_status()
 
@@ -101,8 +115,8 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
     """Return the run in figures: rates from 0 to 1, times in seconds."""
     measured = status.evaluations
     evaluation = {
-        "before": measured[0].solve_rate if measured else None,
-        "after": measured[-1].solve_rate if len(measured) > 1 else None,
+        "before": next((r.solve_rate for r in measured if r.version == 0), None),
+        "after": next((r.solve_rate for r in reversed(measured) if r.version == status.version > 0), None),
         "tasks": measured[0].num_tasks if measured else 0,
         "samples": measured[-1].num_samples if measured else 0,
         "failed": sum(result.num_failed for result in measured),
@@ -130,13 +144,20 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
 
 def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
     """Return the steps that were written; a torn last line, of a run that was killed or still writes, is left out."""
-    if not directory.metrics.exists():
+    return _read_lines(directory.metrics)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
         return []
-    lines = directory.metrics.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def _cut_back(directory: RunDirectory, first_step: int) -> None:
-    kept = [line for line in read_metrics(directory) if line["step"] < first_step]
-    if directory.metrics.exists():
-        directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+def _cut_back(path: Path, first_step: int) -> None:
+    """Leave only the lines of steps before `first_step`, in one replacement: a kill here loses nothing."""
+    if not path.exists():
+        return
+    partial = path.with_suffix(".tmp")
+    kept = (line for line in _read_lines(path) if line["step"] < first_step)
+    partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    partial.replace(path)

@@ -52,6 +52,10 @@ class Recorder(Protocol):
         """Note a measurement of the held-out tasks."""
         ...
 
+    def phase(self) -> None:
+        """Note that `RunStatus.phase` has changed."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -102,7 +106,7 @@ class Run:
 
     async def train(self) -> None:
         """Measure, train until a limit, the end of the tasks or `stop`, save, measure again."""
-        if self._limits.evaluate_before and not self.status.evaluations:
+        if self._limits.evaluate_before and self.status.version == 0 and not self.status.evaluations:
             await self._evaluate()
         self._started = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -117,7 +121,7 @@ class Run:
             await self._save()
         if not self._stop.is_set():
             await self._evaluate()
-        self._phase("finished")
+        self._phase("stopped" if self._stop.is_set() else "finished")
 
     @property
     def num_unfinished(self) -> int:
@@ -290,9 +294,9 @@ class Run:
         }
 
     async def _evaluate(self) -> None:
-        if not self._limits.evaluation_samples:
-            return
         tasks = self._parts.environment.held_out()
+        if not (self._limits.evaluation_samples and tasks):
+            return
         self._phase("evaluating", f"held-out tasks, 0 of {len(tasks)} done")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when, self._stop, nursery.cancel_scope)
@@ -311,6 +315,7 @@ class Run:
 
     def _phase(self, phase: str, waiting_for: str = "") -> None:
         self.status.phase, self.status.waiting_for = phase, waiting_for
+        self._recorder.phase()
 
 
 async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:

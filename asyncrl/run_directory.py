@@ -2,6 +2,7 @@
 
 config.toml       as resolved            metrics.jsonl   one line a step
 status.json       the present moment     summary.json    at the end
+spikes.jsonl      largest token ratios, a line a step
 checkpoints/      step-N/                trajectories/   one file a step
 logs/             of every child         lock            held by the orchestrator that runs
 """
@@ -20,7 +21,16 @@ from typing import Any
 from asyncrl.configs import Config, differences, dump_config, load_config
 from asyncrl.errors import ConfigError
 
-_MAY_DIFFER = ("run.steps", "run.max_minutes", "run.directory", "run.keep_checkpoints", "run.checkpoint_every_steps")
+_MAY_DIFFER = (
+    "run.steps",
+    "run.max_minutes",
+    "run.directory",
+    "run.keep_checkpoints",
+    "run.checkpoint_every_steps",
+    "engine.port",
+    "engine.urls",
+    "engine.start_timeout_s",
+)
 _MAY_DIFFER_SECTIONS = ("metrics", "evaluation")
 """What a resumed run may change: how long it goes on and how it is watched, never what is learned or how."""
 
@@ -32,6 +42,7 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
+        self.spikes = path / "spikes.jsonl"
         self.status = path / "status.json"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
@@ -81,12 +92,27 @@ def choose(config: Config, *, resume: bool, root: Path = Path("runs")) -> RunDir
     return directory
 
 
-def create(directory: RunDirectory, config: Config) -> None:
-    """Make the directory and write the resolved configuration. Raises ConfigError when it cannot be written."""
+@contextmanager
+def opened(directory: RunDirectory, config: Config) -> Iterator[None]:
+    """Make the directory, keep every other orchestrator out of it, and write the resolved configuration.
+
+    Raises: ConfigError when it cannot be written or is in use.
+    """
     try:
         for path in (directory.path, directory.logs, directory.trajectories):
             path.mkdir(parents=True, exist_ok=True)
-        directory.config.write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the run directory {directory.path}: {error.strerror} ([run])") from None
+    with directory.locked():
+        _write_config(directory, config)
+        yield
+
+
+def _write_config(directory: RunDirectory, config: Config) -> None:
+    partial = directory.config.with_suffix(".tmp")
+    try:
+        partial.write_text(dump_config(config), encoding="utf-8")
+        partial.replace(directory.config)
     except OSError as error:
         raise ConfigError(f"cannot write the run directory {directory.path}: {error.strerror} ([run])") from None
 
@@ -95,14 +121,15 @@ def check_space(directory: RunDirectory, config: Config) -> None:
     """Raise ConfigError unless the disk has room for the checkpoints that are kept and one that is being written."""
     weights = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
     per_checkpoint = 7 * weights  # bf16 weights; float32 masters and two float32 moments are six times those
-    needed = (config.run.keep_checkpoints + 1) * per_checkpoint
+    there = min(len(list(directory.checkpoints.glob("step-*"))), config.run.keep_checkpoints)
+    needed = (config.run.keep_checkpoints + 1 - there) * per_checkpoint
     place = directory.path
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed:
         raise ConfigError(
-            f"{directory.path} needs {needed / 1e9:.1f} GB for {config.run.keep_checkpoints} + 1 checkpoints and "
+            f"{directory.path} needs {needed / 1e9:.1f} GB more for {config.run.keep_checkpoints} + 1 checkpoints and "
             f"{free / 1e9:.1f} GB are free: free some, lower keep_checkpoints, or take another directory ([run])"
         )
 

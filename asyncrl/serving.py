@@ -13,11 +13,12 @@ from asyncrl.errors import ConfigError
 
 
 def listen(host: str, port: int, *, setting: str) -> socket.socket:
-    """Return a bound socket. Raises ConfigError naming the setting when the port is taken or not ours to take."""
+    """Return a listening socket. Raises ConfigError naming the setting when the port is taken or not ours to take."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()  # from here on a client waits in the backlog instead of being refused
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -29,9 +30,8 @@ def listen(host: str, port: int, *, setting: str) -> socket.socket:
 async def serve(
     app: Any, listener: socket.socket, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Serve an ASGI app on a bound socket until cancelled; takes the socket over."""
+    """Serve an ASGI app on a listening socket until cancelled; takes the socket over."""
     config = hypercorn.config.Config()
-    listener.listen()  # from here on a client's connection waits in the backlog instead of being refused
     config.bind = [f"fd://{listener.detach()}"]  # hypercorn closes it
     config.errorlog = None
     config.graceful_timeout = 1.0

@@ -58,6 +58,10 @@ class FakeEngine:
         self._rng = rng
         self.version = version
         self.dead = False
+        self.keeps_weights = False
+        """While True it says that it took new weights, and keeps the old ones."""
+        self.verifies = True
+        """While False its digests disagree with the manifest's."""
 
     async def sample(
         self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
@@ -87,12 +91,13 @@ class FakeEngine:
     async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
         """Take the manifest's version after the sync time."""
         await trio.sleep(self._rates.sync_s)
-        self.version = manifest.version
+        if not self.keeps_weights:
+            self.version = manifest.version
         return [
             SyncReport(
                 engine="fake",
                 version=manifest.version,
-                verified=True,
+                verified=self.verifies,
                 num_bytes=manifest.num_bytes,
                 seconds={"update": self._rates.sync_s},
                 stall_seconds=self._rates.sync_s,
@@ -154,6 +159,7 @@ class FakeEnvironment:
         self._max_tokens = max_tokens
         self._num_tasks = num_tasks
         self._next = 0
+        self.num_held_out = 3
         self.failing: Callable[[str], bool] = lambda task_id: False
         """Tasks whose episodes fail as if no sandbox could be had."""
 
@@ -165,8 +171,8 @@ class FakeEnvironment:
         return Task(task_id=f"task-{self._next - 1}", environment=self.name)
 
     def held_out(self) -> Sequence[Task]:
-        """Return three tasks."""
-        return [Task(task_id=f"held-out-{i}", environment=self.name) for i in range(3)]
+        """Return the tasks that are never trained on."""
+        return [Task(task_id=f"held-out-{i}", environment=self.name) for i in range(self.num_held_out)]
 
     async def collect_trajectories(
         self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
@@ -239,3 +245,6 @@ class MemoryRecorder:
     def evaluation(self, result: Any) -> None:
         """Keep a measurement."""
         self.evaluations.append(result)
+
+    def phase(self) -> None:
+        """Keep nothing."""

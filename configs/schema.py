@@ -12,7 +12,7 @@ import tomli_w
 from asyncrl.buffers import BufferSettings
 from asyncrl.configs.loader import apply_overrides, build, read_toml, to_table
 from asyncrl.engines import EngineSettings, SamplingSettings
-from asyncrl.environments import EnvironmentSettings
+from asyncrl.environments import EnvironmentSettings, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.sandbox import SandboxSettings
@@ -40,7 +40,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
         for name, least in (("steps", 1), ("max_minutes", 0), ("checkpoint_every_steps", 0), ("keep_checkpoints", 1)):
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:  # so that NaN is refused too
                 raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)} ([run])")
         if not self.name or "/" in self.name:
             raise ConfigError(f"name must be a plain word that can name a directory, got {self.name!r} ([run])")
@@ -104,6 +104,14 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse settings of different parts that contradict each other."""
+        if self.engine.port and self.engine.port == self.metrics.port:
+            raise ConfigError(f"port {self.engine.port} cannot be both [engine]'s and [metrics]'s")
+        longest = getattr(resolve_options(self.environment), "max_episode_tokens", 0)
+        if longest > self.engine.max_model_len:
+            raise ConfigError(
+                f"max_episode_tokens = {longest} ([environment.options]) must not exceed max_model_len = "
+                f"{self.engine.max_model_len} ([engine])"
+            )
         if self.buffer.group_size == 1 and self.learner.baseline != "none":
             raise ConfigError(
                 f"group_size must be >= 2 with baseline = {self.learner.baseline!r}: a group of one has no baseline "

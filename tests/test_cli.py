@@ -8,8 +8,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from tiny_model import write_byte_tokenizer
 
 from asyncrl import run_directory
+from asyncrl.checkpoint import CheckpointStore
 from asyncrl.cli import main
 from asyncrl.commands import COMMANDS
 from asyncrl.configs import load_config
@@ -29,11 +31,11 @@ urls = ["http://127.0.0.1:9"]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory that looks like a model; nothing here loads it."""
+    """A directory with a tokenizer and the look of a model; nothing here loads the weights."""
     path = tmp_path / "model"
     path.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_text("{}")
+    write_byte_tokenizer(path)
+    (path / "config.json").write_text("{}")
     (path / "model.safetensors").write_bytes(b"weights")
     return path
 
@@ -80,6 +82,9 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ('environment.options={max_turn=3}', "did you mean 'max_turns'"),
         ("sandbox.backend=docker", "backend must be one of"),
         ("weight_sync.transport=shared", "transport must be one of"),
+        ("run.max_minutes=nan", "max_minutes must be >= 0, got nan"),
+        ("environment.name=':X'", "environment ':X'"),
+        ("engine.max_model_len=100", "max_episode_tokens = 1024 ([environment.options]) must not exceed"),
         ("metrics.port=99999", "port must be between 0 and 65535, got 99999"),
     ],
 )  # fmt: skip
@@ -127,11 +132,38 @@ def test_a_run_of_another_configuration_is_not_resumed(
 ) -> None:
     settings = ["--set", f"run.directory={tmp_path / 'run'}"]
     original = load_config(config, [settings[1]])
-    run_directory.create(RunDirectory(tmp_path / "run"), original)
+    with run_directory.opened(RunDirectory(tmp_path / "run"), original):
+        pass
     error = _refused(capsys, "train", str(config), "--resume", *settings, "--set", "learner.learning_rate=1e-3")
     assert "belongs to another configuration: learner.learning_rate is 0.001 now and was 1e-06" in error
     longer = load_config(config, [settings[1], "run.steps=500", "metrics.port=9"])
     assert run_directory.choose(longer, resume=True).path == tmp_path / "run"
+
+
+def test_a_broken_task_file_is_refused_with_its_line_before_anything_starts(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": 1\n')
+    settings = [f"run.directory={tmp_path / 'run'}", "environment.name=humanevalfix"]
+    settings.append(f'environment.options={{path="{tasks}"}}')
+    error = _refused(capsys, "train", str(config), *(part for text in settings for part in ("--set", text)))
+    assert "line 1" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_that_would_end_at_once_says_so(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    settings = ["run.steps=3", f"run.directory={directory.path}"]
+    with run_directory.opened(directory, load_config(config, settings)):
+        store = CheckpointStore(directory.checkpoints, keep=1)
+        store.commit(store.begin(3), 3, {"counters": {"steps": 3, "seconds_before": 90.0}})
+    arguments = ("train", str(config), "--resume", "--set", settings[1])
+    assert "steps = 3 are taken already" in _refused(capsys, *arguments, "--set", "run.steps=3")
+    longer = ("--set", "run.steps=9", "--set", "run.max_minutes=1.5")
+    assert "max_minutes = 1.5 are used up" in _refused(capsys, *arguments, *longer)
 
 
 def test_resuming_nothing_is_refused(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -143,8 +175,9 @@ def test_a_full_disk_is_refused(config: Path, model: Path, capsys: pytest.Captur
     huge = shutil.disk_usage(tmp_path).free
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(huge)  # sparse: it takes no room
-    error = _refused(capsys, "check", str(config))
-    assert "free some, lower keep_checkpoints" in error or "/dev/shm" in error
+    transport = ("--set", "weight_sync.transport=filesystem", "--set", f"weight_sync.directory={tmp_path}")
+    assert "free some, lower keep_checkpoints" in _refused(capsys, "check", str(config), *transport)
+    assert "in /dev/shm" in _refused(capsys, "check", str(config))
 
 
 def test_check_prints_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,15 +190,15 @@ def test_check_prints_the_plan_as_json(config: Path, capsys: pytest.CaptureFixtu
 def test_new_runs_take_the_next_number(config: Path, tmp_path: Path) -> None:
     settings = load_config(config)
     assert run_directory.choose(settings, resume=False, root=tmp_path).path == tmp_path / "run-1"
-    run_directory.create(RunDirectory(tmp_path / "run-1"), settings)
+    with run_directory.opened(RunDirectory(tmp_path / "run-1"), settings):
+        pass
     assert run_directory.choose(settings, resume=False, root=tmp_path).path == tmp_path / "run-2"
     assert run_directory.choose(settings, resume=True, root=tmp_path).path == tmp_path / "run-1"
 
 
 def test_one_run_directory_has_one_orchestrator(config: Path, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    run_directory.create(directory, load_config(config))
-    with directory.locked():
+    with run_directory.opened(directory, load_config(config)):
         assert run_directory.is_running(directory)
         with pytest.raises(ValueError, match="in use by another"), directory.locked():
             raise AssertionError("entered twice")
@@ -176,7 +209,8 @@ def test_status_of_a_crashed_run_tells_what_is_known(
     config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     directory = RunDirectory(tmp_path / "run")
-    run_directory.create(directory, load_config(config))
+    with run_directory.opened(directory, load_config(config)):
+        pass
     directory.metrics.write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew')
     assert main(["status", str(directory.path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -184,6 +218,22 @@ def test_status_of_a_crashed_run_tells_what_is_known(
     assert report["last_step"] == {"step": 1, "reward_mean": 0.5}
     assert main(["status", str(directory.path)]) == 0
     assert "stopped without a summary" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_is_drawn_and_an_empty_one_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    with run_directory.opened(directory, load_config(config)):
+        pass
+    picture = tmp_path / "run.svg"
+    assert "holds no steps" in _refused(capsys, "plot", str(directory.path), str(picture))
+    line = {"step": 1, "solve_rate": 0.5, "importance_ratio_max": 1.2, "staleness_max": 1, "step_seconds": 9.0}
+    directory.metrics.write_text("".join(json.dumps(line | {"step": step}) + "\n" for step in (1, 2, 3)))
+    assert main(["plot", str(directory.path), str(picture)]) == 0
+    assert "<svg" in picture.read_text()
+    assert "must end in" in _refused(capsys, "plot", str(directory.path), str(tmp_path / "run.txt"))
 
 
 def test_status_of_no_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

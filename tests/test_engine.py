@@ -48,7 +48,7 @@ def test_sampling_that_would_bias_the_ratio_is_refused_with_the_reason(settings:
         ({"niceness": 20}, "niceness must be from 0 to 19"),
         ({"request_timeout_s": 0.0}, r"request_timeout_s must be > 0 seconds, got 0\.0"),
         ({"dtype": "int4"}, "dtype must be one of bfloat16, float16, float32, auto, got 'int4'"),
-        ({"extra": {"seed": 1}}, r"extra may not set seed \(\[engine\]\); \[engine\] seed"),
+        ({"extra": {"seed": 1}}, r"extra may not set seed \(\[engine\]\); \[run\] seed"),
         ({"extra": {"logprobs-mode": "raw_logprobs"}}, "extra may not set logprobs-mode.*ratios need"),
     ],
 )

@@ -15,11 +15,9 @@ import trio.testing
 from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.errors import CheckpointError, EnvironmentFault, LearnerError, StalenessError, WeightSyncError
-from asyncrl.protocols import SyncReport
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.status import RunStatus
 from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates
-from asyncrl.types import WeightManifest
 
 
 class Simulation:
@@ -197,26 +195,22 @@ def test_a_dead_learner_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_token_older_than_the_bound_raises(tmp_path: Path) -> None:
     simulation = Simulation(tmp_path)
-    pull_all = simulation.engine.pull_all
-
-    async def pull_nothing(manifest: WeightManifest) -> list[SyncReport]:
-        reports = await pull_all(manifest)
-        simulation.engine.version = 0  # the engine says that it has the weights, and has not
-        return list(reports)
-
-    simulation.engine.pull_all = pull_nothing  # type: ignore[method-assign]
+    simulation.engine.keeps_weights = True
     assert "max_off_policyness is 1" in _fails(simulation, StalenessError)
 
 
 def test_an_unverified_sync_ends_the_run(tmp_path: Path) -> None:
     simulation = Simulation(tmp_path)
-
-    async def pull_wrong(manifest: WeightManifest) -> list[SyncReport]:
-        report = SyncReport(engine="e", version=1, verified=False, num_bytes=4, seconds={}, stall_seconds=0.0)
-        return [report]
-
-    simulation.engine.pull_all = pull_wrong  # type: ignore[method-assign]
+    simulation.engine.verifies = False
     assert "verified: False" in _fails(simulation, WeightSyncError)
+
+
+def test_an_environment_without_held_out_tasks_trains_unmeasured(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, limits=Limits(steps=2, evaluation_samples=4))
+    simulation.environment.num_held_out = 0
+    simulate(simulation)
+    assert simulation.status.steps == 2
+    assert simulation.recorder.evaluations == []
 
 
 def test_old_checkpoints_are_removed_and_a_broken_one_is_named(tmp_path: Path) -> None:

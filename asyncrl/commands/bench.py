@@ -37,6 +37,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _step(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps must be >= 1, got {arguments.steps}")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise ConfigError(f"--json: there is no directory {arguments.json.parent}")
     report = bench_step(arguments.config, arguments.set, steps=arguments.steps, with_trl=not arguments.without_trl)
     for name in ("asyncrl", "trl"):
         if name in report:

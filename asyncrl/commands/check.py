@@ -16,6 +16,7 @@ from asyncrl import run_directory
 from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, dump_config, load_config, to_table
 from asyncrl.preflight import preflight
+from asyncrl.serving import listen
 
 HELP = "resolve a configuration and refuse what cannot run"
 
@@ -30,7 +31,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Check; return the exit code."""
     config = load_config(arguments.config, arguments.set)
     directory = run_directory.choose(config, resume=False)
-    preflight(config, directory)
+    preflight(config)
+    run_directory.check_space(directory, config)
+    listen(config.metrics.host, config.metrics.port, setting="[metrics] port").close()
     plan = process_plan(config) | {"run directory": str(directory.path)}
     if arguments.json:
         print(json.dumps({"config": to_table(config), "plan": plan}, indent=2))

@@ -45,12 +45,14 @@ def main(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set)
     if arguments.model:
         config = replace(config, model=replace(config.model, path=arguments.model))
+        if config.engine.urls:
+            raise ConfigError("--model cannot be served by servers that run elsewhere: leave urls empty ([engine])")
     samples = config.evaluation.samples if arguments.samples is None else arguments.samples
     if samples < 1:
         raise ConfigError(f"samples must be >= 1, got {samples} ([evaluation], --samples)")
     with tempfile.TemporaryDirectory(prefix="asyncrl-eval-") as scratch:
         directory = RunDirectory(Path(scratch))
-        preflight(config, directory)
+        preflight(config)
         result = trio.run(_evaluate, config, directory, samples, arguments.json)
     if arguments.json:
         print(json.dumps(asdict(result), indent=2))
@@ -65,6 +67,8 @@ async def _evaluate(config: Config, directory: RunDirectory, samples: int, quiet
     with progress.shown():
         async with open_evaluation(config, directory, renderer, config.model.path, progress.say) as (tasks, sampler):
             held_out = tasks.held_out()
+            if not held_out:
+                raise ConfigError(f"environment {config.environment.name!r} has no held-out tasks ([environment])")
             progress.say(f"{len(held_out)} tasks, {samples} episodes each")
             return await evaluate(
                 tasks,

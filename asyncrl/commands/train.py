@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
+from contextlib import closing
 from typing import Any
 
 import trio
@@ -21,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl import run_directory
-from asyncrl.checkpoint import CheckpointStore
+from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
+from asyncrl.errors import ConfigError
 from asyncrl.metrics import RunCollector
 from asyncrl.preflight import preflight
 from asyncrl.processes import open_parts
@@ -48,30 +51,54 @@ def main(arguments: argparse.Namespace) -> int:
     """Train; return the exit code."""
     config = load_config(arguments.config, arguments.set)
     directory = run_directory.choose(config, resume=arguments.resume)
-    preflight(config, directory)
-    listener = listen(config.metrics.host, config.metrics.port, setting="[metrics] port")
-    run_directory.create(directory, config)
+    checkpoints = CheckpointStore(directory.checkpoints, keep=config.run.keep_checkpoints)
+    checkpoint = checkpoints.newest() if arguments.resume else None
+    if checkpoint:
+        _check_limits(config, checkpoint)
+    preflight(config)
+    run_directory.check_space(directory, config)
     console = Console(file=sys.stdout)
-    with directory.locked():
-        return trio.run(_train, config, directory, arguments.resume, listener, console)
+    with (
+        closing(listen(config.metrics.host, config.metrics.port, setting="[metrics] port")) as listener,
+        run_directory.opened(directory, config),
+    ):
+        host, port = listener.getsockname()
+        console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
+        console.print(f"Prometheus metrics at http://{host}:{port}/metrics", highlight=False, soft_wrap=True)
+        if arguments.resume:
+            version = f"version {checkpoint.version}" if checkpoint else "the start: it has no checkpoint yet"
+            console.print(f"resuming from {version}", highlight=False)
+        return trio.run(_train, config, directory, checkpoints, checkpoint, listener, console)
 
 
-async def _train(config: Config, directory: RunDirectory, resume: bool, listener: Any, console: Console) -> int:
+def _check_limits(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError where a resumed run would end before its first step."""
+    steps, seconds = checkpoint.state["counters"]["steps"], checkpoint.state["counters"]["seconds_before"]
+    if steps >= config.run.steps:
+        raise ConfigError(f"steps = {config.run.steps} are taken already: raise it to go on ([run])")
+    if config.run.max_minutes and seconds >= config.run.max_minutes * 60:
+        raise ConfigError(
+            f"max_minutes = {config.run.max_minutes:g} are used up, the run has trained for {seconds / 60:.1f}: "
+            f"raise it to go on ([run])"
+        )
+
+
+async def _train(
+    config: Config,
+    directory: RunDirectory,
+    checkpoints: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    listener: socket.socket,
+    console: Console,
+) -> int:
     started = trio.current_time()
     stop = trio.Event()
-    console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
-    host, port = listener.getsockname()
-    console.print(f"Prometheus metrics at http://{host}:{port}/metrics", highlight=False, soft_wrap=True)
     progress = Progress(console, title=config.run.name, max_steps=config.run.steps)
-    checkpoints = CheckpointStore(directory.checkpoints, keep=config.run.keep_checkpoints)
-    checkpoint = checkpoints.newest() if resume else None
-    if resume:
-        version = f"version {checkpoint.version}" if checkpoint else "the start: it has no checkpoint yet"
-        console.print(f"resuming from {version}", highlight=False)
     renderer = ChatRenderer.load(config.model.path)
-    with progress.shown():
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_listen_for_signals, stop, nursery.cancel_scope, progress)
+    summary = None
+    async with trio.open_nursery() as beside:  # outlives the parts, so that signals are heard while they end
+        with progress.shown(), trio.CancelScope() as scope:
+            beside.start_soon(_listen_for_signals, stop, scope, progress)
             async with open_parts(config, directory, renderer, checkpoint, progress.say) as parts:
                 first_step = checkpoint.state["counters"]["steps"] + 1 if checkpoint else 1
                 recorder = RunRecorder(directory, progress, renderer.decode, first_step=first_step)
@@ -89,12 +116,12 @@ async def _train(config: Config, directory: RunDirectory, resume: bool, listener
                 recorder.watch(run)
                 registry = CollectorRegistry()
                 registry.register(RunCollector(run))
-                await nursery.start(serve, make_asgi_app(registry), listener)
+                await beside.start(serve, make_asgi_app(registry), listener)
                 await run.train()
                 summary = recorder.finish(run, wall_seconds=trio.current_time() - started)
-            nursery.cancel_scope.cancel()
-        if nursery.cancel_scope.cancelled_caught and "summary" not in locals():
-            return 130
+        beside.cancel_scope.cancel()
+    if summary is None:
+        return 130
     console.print(_table(summary))
     console.print(f"summary in {directory.summary}", highlight=False, soft_wrap=True)
     if stop.is_set():
@@ -119,7 +146,7 @@ async def _listen_for_signals(stop: trio.Event, scope: trio.CancelScope, progres
         async for _ in signals:
             if stop.is_set():
                 scope.cancel()
-                return
+                continue
             progress.say("stopping after the step under way; once more to stop at once")
             stop.set()
 
@@ -131,8 +158,8 @@ def _table(summary: dict[str, Any]) -> Table:
     if evaluation["before"] is not None:
         table.add_row("held-out solve rate before", f"{evaluation['before']:.3f}")
     if evaluation["after"] is not None:
-        gain = evaluation["after"] - evaluation["before"]
-        table.add_row("held-out solve rate after", f"{evaluation['after']:.3f} ({gain:+.3f})")
+        gain = f" ({evaluation['after'] - evaluation['before']:+.3f})" if evaluation["before"] is not None else ""
+        table.add_row("held-out solve rate after", f"{evaluation['after']:.3f}{gain}")
     table.add_row("optimizer steps", str(summary["steps"]))
     table.add_row("time, training / in all", f"{summary['training_seconds']:.0f} / {summary['wall_seconds']:.0f} s")
     table.add_row("tokens generated / trained on", f"{summary['tokens_generated']} / {summary['tokens_trained']}")

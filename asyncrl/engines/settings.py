@@ -38,7 +38,7 @@ _OURS = {
     "dtype": "[engine] dtype",
     "enforce_eager": "[engine] enforce_eager",
     "kv_cache_memory_bytes": "[engine] kv_cache_gib",
-    "seed": "[engine] seed",
+    "seed": "[run] seed",
     "logprobs_mode": "fixed: ratios need the log-probs of the distribution that was sampled from",
     "weight_transfer_config": "fixed: weights arrive through asyncrl.weight_sync",
     "worker_extension_cls": "fixed: weights are verified through it",
@@ -104,8 +104,6 @@ class EngineSettings:
     """OpenMP threads of a CPU engine; 0 takes every core that this process may run on."""
     niceness: int = 0
     """Added to the server's niceness by whoever starts it: > 0 lets the learner go first on shared cores."""
-    seed: int = 0
-    """Of the engine as a whole. Requests carry none: the CPU build dies of it."""
     kv_on_sync: KVOnSync = KVOnSync.KEEP
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
@@ -125,7 +123,6 @@ class EngineSettings:
         _in_range("kv_cache_gib", self.kv_cache_gib, 0, 2**16)
         _in_range("threads", self.threads, 0, 1024)
         _in_range("niceness", self.niceness, 0, 19)
-        _in_range("seed", self.seed, 0, 2**31 - 1)
         for name in ("start_timeout_s", "request_timeout_s", "sync_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0 seconds, got {getattr(self, name)} ([engine])")
@@ -141,7 +138,9 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise ConfigError(f"{name} must be from {low} to {high}, got {value} ([engine])")
 
 
-def command(settings: EngineSettings, model_directory: str, port: int) -> tuple[list[str], dict[str, str]]:
+def command(
+    settings: EngineSettings, model_directory: str, port: int, *, seed: int = 0
+) -> tuple[list[str], dict[str, str]]:
     """Return the argv of a stock vLLM server, and what to add to the environment it is started with.
 
     The module form is used because the console script of the CPU build fails; both are the same server. The server
@@ -149,7 +148,7 @@ def command(settings: EngineSettings, model_directory: str, port: int) -> tuple[
     """
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", model_directory, "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--dtype", settings.dtype, "--seed", str(settings.seed)]
+    argv += ["--dtype", settings.dtype, "--seed", str(seed)]
     argv += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
     if settings.kv_cache_gib > 0:
         argv += ["--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * 2**30))]

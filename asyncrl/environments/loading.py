@@ -51,7 +51,7 @@ def environment_class(name: str) -> Any:
         raise ConfigError(f'unknown environment {name!r}; {hint} (or "package.module:Class") ([environment] name)')
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, ValueError, TypeError) as error:  # the last two for names such as ":X" and ".a:X"
         raise ConfigError(f"environment {name!r}: {error} ([environment] name)") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type):

@@ -34,7 +34,7 @@ class Learner:
 
     def __init__(self, job: LearnerJob) -> None:
         settings = job.learner
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(job.seed)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self._job = job

@@ -58,8 +58,6 @@ class LearnerSettings:
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
     threads: int = 0
     """CPU threads; 0 takes one a core."""
-    seed: int = 0
-    """Of the learner's own random state."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
 
@@ -112,6 +110,8 @@ class LearnerJob:
     """Names what is published."""
     resume_from: str = ""
     """Checkpoint directory with `model/` and `learner/` inside, or empty."""
+    seed: int = 0
+    """Of the learner's own random state."""
     temperature: float = 1.0
     """That the tokens are sampled at; log-probs are taken after dividing the logits by it."""
     max_off_policyness: int = 0
