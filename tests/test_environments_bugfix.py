@@ -248,6 +248,37 @@ def test_a_rambling_solution_is_paid_less_where_that_is_asked_for(renderer: Chat
     assert trajectory.reward == 0.75
 
 
+@pytest.mark.slow
+def test_a_solution_at_the_second_turn_is_paid_less_where_that_is_asked_for(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    def script(task: Task) -> Callable[[str, int], str]:
+        first = {"1-0": "reference", "1-1": "source"}
+        return lambda trajectory_id, turn: fenced(task.data[first[trajectory_id] if turn == 0 else "reference"])
+
+    at_once, later = play(renderer, tmp_path, script, size=2, retry_weight=0.5)
+    assert (at_once.reward, at_once.num_turns) == (1.0, 1)
+    assert (later.reward, later.num_turns) == (0.5, 2)
+    assert later.reward_parts["solved"] == 1.0
+
+
+@pytest.mark.slow
+def test_without_a_prefix_the_model_answers_as_it_likes(renderer: ChatRenderer, tmp_path: Path) -> None:
+    def script(task: Task) -> Callable[[str, int], str]:
+        code = task.data["reference"]
+        return lambda trajectory_id, turn: f"The operator is wrong:\n```python\n{code}```\nNow it adds."
+
+    (trajectory,) = play(renderer, tmp_path, script, begin_in_code=False, stop_at_fence=False)
+    assert trajectory.reward == 1.0
+    prompt = renderer.decode([t for t, m in zip(*_prompt(trajectory), strict=True) if not m])
+    assert not prompt.rstrip().endswith("```python"), "nothing is put into the model's mouth"
+
+
+def _prompt(trajectory: Trajectory) -> tuple[Sequence[int], bytes]:
+    segment = trajectory.segments[0]
+    return segment.token_ids, segment.loss_mask
+
+
 class EveryTwelfth(BugFixEnvironment):
     """All of them take half a minute: `asyncrl environments validate` is for that."""
 
@@ -294,7 +325,17 @@ def test_a_prompt_holds_instruction_examples_and_code_and_nothing_hidden() -> No
     assert text.count("largest([") == 2
 
 
-@pytest.mark.parametrize("bad", [{"partial_weight": 1.0}, {"partial_weight": -0.1}, {"epochs": -1}, {"max_turns": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"partial_weight": 1.0},
+        {"partial_weight": -0.1},
+        {"epochs": -1},
+        {"max_turns": 0},
+        {"retry_weight": 0.0},
+        {"begin_in_code": False},
+    ],
+)
 def test_settings_out_of_range_are_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         BugFixSettings(**bad)

@@ -41,8 +41,10 @@ class BugFixSettings(RolloutSettings):
     """Taken from a solution whose reply did not end by itself within `max_tokens`."""
     system: str = "You fix bugs in Python code."
     """System message; empty leaves it to the model's template."""
+    begin_in_code: bool = True
+    """Replies begin behind an opening fence that is put there for the model; otherwise it answers as it likes."""
     stop_at_fence: bool = True
-    """Replies end with the closing fence, so that no tokens are sampled and trained on after the code."""
+    """Replies end with the closing fence, so that no tokens are sampled after the code; needs begin_in_code."""
     hard: bool = False
     """Whether the functions are asked too that a very small model hardly ever repairs."""
     epochs: int = 0
@@ -55,6 +57,11 @@ class BugFixSettings(RolloutSettings):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value < 1):
                 raise ConfigError(f"{name} must be from 0 to below 1, got {value} ([environment.options])")
+        if self.stop_at_fence and not self.begin_in_code:
+            raise ConfigError(
+                "stop_at_fence needs begin_in_code: a reply would end at its opening fence; set both to false "
+                "([environment.options])"
+            )
         if not 0 < self.retry_weight <= 1:
             raise ConfigError(
                 f"retry_weight must be above 0 and at most 1, got {self.retry_weight} ([environment.options])"
@@ -87,7 +94,7 @@ class BugFixEnvironment(MultiTurnEnvironment):
         )
         self.settings = settings
         self._seed = seed
-        self.reply_prefix = "```python\n"
+        self.reply_prefix = "```python\n" if settings.begin_in_code else ""
         if settings.stop_at_fence:
             self.stop_token_ids = renderer.token_ids_of("```")
         self._sandboxes = sandboxes
