@@ -24,6 +24,10 @@ from asyncrl.rollout import Episode
 from asyncrl.run_directory import RunDirectory
 
 
+_BATCH = ("environment.options.max_turns=1", "environment.options.max_tokens=96")
+"""What TRL can do too: one turn, at most 96 tokens. Given overrides come after and may change it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """Steps of one trainer, the first left out: it pays for warm-up and for filling the pipeline."""
@@ -39,7 +43,7 @@ def bench_step(config_path: Path, overrides: list[str], *, steps: int, with_trl:
     """Return both trainers' step times and their ratio (above 1: asyncrl is faster)."""
     if with_trl and importlib.util.find_spec("trl") is None:
         raise ConfigError("TRL is not installed: pip install asyncrl[bench], or leave it out by --without-trl")
-    config = load_config(config_path, overrides)
+    config = load_config(config_path, [*_BATCH, *overrides])
     ours = _time_ours(config, steps)
     report: dict[str, Any] = {
         "groups_per_step": config.buffer.groups_per_step,
