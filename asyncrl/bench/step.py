@@ -23,7 +23,6 @@ from asyncrl.recording import read_metrics
 from asyncrl.rollout import Episode
 from asyncrl.run_directory import RunDirectory
 
-
 _BATCH = ("environment.options.max_turns=1", "environment.options.max_tokens=96")
 """What TRL can do too: one turn, at most 96 tokens. Given overrides come after and may change it."""
 
