@@ -1,4 +1,5 @@
 # make demo    all set-up, then trains a real model on bug-fix tasks in sandboxes and shows what it learned
+#              (ARGS="--set run.seed=1" is passed on)
 # make test    all set-up, then lint, types and the whole test suite (all but the tests that need a GPU)
 # make check   lint, types and the quick tests only: under two minutes
 # make setup   the set-up alone, into .venv (PYTHON=python3.12 chooses the Python)
@@ -24,7 +25,7 @@ setup:
 
 demo: setup
 	@$(BIN)/python -m asyncrl.pretrained $(MODEL)
-	@$(BIN)/asyncrl train configs/demo.toml
+	@$(BIN)/asyncrl train configs/demo.toml $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
