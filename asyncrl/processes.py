@@ -34,6 +34,7 @@ from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Group, PolicyVersion, WeightManifest
 from asyncrl.weight_sync.stale import SHARED_MEMORY_DIRECTORY, remove_stale
 
+_DEATH_SEEN_S = 3.0  # from a child's death to its keeper's end: the keeper ends the child's family first
 _SHUTDOWN_S = 20.0  # for the learner to end a request and remove what it published; then it is terminated
 
 
@@ -174,7 +175,12 @@ async def _watched(children: Mapping[Child, type[BoundaryError]]) -> AsyncIterat
     async with trio.open_nursery() as watchers:
         for child, error in children.items():
             watchers.start_soon(child.fail_on_exit, error)
-        yield
+        try:
+            yield
+        except (BoundaryError, BaseExceptionGroup):
+            with trio.move_on_after(_DEATH_SEEN_S):  # a dead child's closed port is noticed before its end is
+                await trio.sleep_forever()
+            raise
         watchers.cancel_scope.cancel()
 
 

@@ -35,7 +35,7 @@ path = "{model}"
 
 [environment]
 name = "parity_environment:ParityEnvironment"
-options = {{ max_turns = 2, max_tokens = 12 }}
+options = {{ max_turns = 2, max_tokens = 12, max_episode_tokens = 256 }}
 
 [buffer]
 max_off_policyness = 1
@@ -241,6 +241,8 @@ def test_kill_9_of_the_orchestrator_leaves_nothing_and_the_run_goes_on(config: P
     before = _shared_memory()
     settings = ("--set", "run.checkpoint_every_steps=1", "--set", "evaluation.samples=0")
     with _running(config, "--set", "run.steps=1000", *settings) as (run, _):
+        assert run.stdout is not None
+        run.stdout.readline()  # the second step: the checkpoint of the first is whole
         processes = _descendants(run.pid)
         run.kill()
         run.wait()
