@@ -34,7 +34,7 @@ def open_backend(settings: SandboxSettings, *, directory: Path | str) -> Abstrac
         raise ConfigError(
             f"backend must be one of {', '.join(SANDBOXES)}, got {settings.backend!r} ([sandbox]){hint}"
         ) from None
-    return opener(settings, directory=Path(directory))
+    return opener(settings, directory=Path(directory).absolute())  # the launcher has another working directory
 
 
 async def probe(settings: SandboxSettings) -> str:

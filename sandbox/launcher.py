@@ -460,7 +460,8 @@ class Launcher:
             self._ledger.remove(name)
 
     def _remove_dying(self) -> None:
-        assert self._ledger is not None
+        if self._ledger is None:  # not configured: there is nothing yet that could die
+            return
         left = []
         for group, name, tries in self._dying:
             if group.remove():

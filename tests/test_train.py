@@ -84,7 +84,13 @@ def _environment() -> Mapping[str, str]:
 
 def _train(config: Path, *arguments: str) -> str:
     done = subprocess.run(
-        _command(config, *arguments), env=_environment(), capture_output=True, text=True, timeout=300, check=False
+        _command(config, *arguments),
+        cwd=config.parent,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -180,8 +186,11 @@ def _check_model_loads(path: Path) -> None:
     assert AutoTokenizer.from_pretrained(path).chat_template
 
 
-def test_bound_zero_trains_on_policy_in_the_same_code(config: Path, directory: RunDirectory) -> None:
-    _train(config, "--set", "buffer.max_off_policyness=0", "--set", "evaluation.samples=0")
+def test_bound_zero_trains_on_policy_in_the_same_code_and_a_relative_directory(
+    config: Path, directory: RunDirectory
+) -> None:
+    relative = ("--set", f"run.directory={directory.path.name}")
+    _train(config, *relative, "--set", "buffer.max_off_policyness=0", "--set", "evaluation.samples=0")
     summary = json.loads(directory.summary.read_text())
     assert summary["max_staleness_trained"] == 0
     assert summary["max_importance_ratio"] < 1.01
