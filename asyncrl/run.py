@@ -100,6 +100,7 @@ class Run:
         self._failed_in_a_row = 0
         self._saved_version: PolicyVersion | None = resume_from.version if resume_from else None
         self._started: float | None = None
+        self._seconds: float | None = None
         if resume_from:
             status.restore(state["counters"])
             parts.environment.restore(state["environment"])
@@ -117,6 +118,7 @@ class Run:
                     break
                 await self._step(groups)
             nursery.cancel_scope.cancel()
+        self._seconds = self.seconds
         if self._saved_version != self.status.version:
             await self._save()
         if not self._stop.is_set():
@@ -131,6 +133,8 @@ class Run:
     @property
     def seconds(self) -> float:
         """Seconds of training, those before a resume included; evaluations at both ends are not."""
+        if self._seconds is not None:
+            return self._seconds
         return self.status.seconds_before + (trio.current_time() - self._started if self._started is not None else 0.0)
 
     def _is_over(self) -> bool:

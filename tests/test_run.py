@@ -123,6 +123,7 @@ def test_a_task_source_that_ends_ends_the_run_after_its_last_group(tmp_path: Pat
     assert simulation.status.steps == 3
     assert [e.version for e in simulation.recorder.evaluations] == [0, 3]
     assert simulation.recorder.evaluations[0].num_samples == 6
+    assert simulation.run.seconds == simulation.status.last_step["seconds"], "measuring at the end is not training"
 
 
 def test_resume_trains_every_task_exactly_once(tmp_path: Path) -> None:
