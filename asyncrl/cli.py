@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import asyncrl
 from asyncrl.commands import COMMANDS
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, leaves
 
 _DESCRIPTION = """\
 Asynchronous off-policy reinforcement learning for LLM agents.
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             others = others.split(KeyboardInterrupt)[1]
         if others is not None:
             raise
-        return _report(_leaves(ours)) if ours is not None else 130
+        return _report(list(leaves(ours))) if ours is not None else 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,13 +69,6 @@ def _report(errors: Sequence[BaseException]) -> int:
     for message in dict.fromkeys(str(error) for error in errors):
         print(f"asyncrl: {message}", file=sys.stderr)
     return 2 if all(isinstance(error, ConfigError) for error in errors) else 1
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    result: list[BaseException] = []
-    for error in group.exceptions:
-        result += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return result
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ A failed episode is data (a trajectory with a status); a failed programmer is an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class AsyncRLError(Exception):
     """Base of all errors raised on purpose."""
@@ -60,3 +62,12 @@ class ShapeError(AsyncRLError, ValueError):
 
 class StalenessError(AsyncRLError):
     """A token older than `max_off_policyness` reached training. Always a bug in the gate, never the user's doing."""
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """Yield the errors in a group and in the groups inside it."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error

@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import trio
 
-from asyncrl.errors import BoundaryError, ConfigError, EngineError, EnvironmentFault, SandboxError
+from asyncrl.errors import BoundaryError, ConfigError, EngineError, EnvironmentFault, SandboxError, leaves
 from asyncrl.protocols import Sampler
 from asyncrl.tokens import ChatRenderer, Message, build_segments
 from asyncrl.types import Completion, FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus, Turn
@@ -115,20 +115,12 @@ async def boundary(*kinds: type[BoundaryError]) -> AsyncIterator[Caught]:
         matched, rest = group.split(kinds)
         if rest is not None or matched is None:
             raise
-        _note(caught, next(_leaves(matched)))
+        _note(caught, next(leaves(matched)))
 
 
 def _note(caught: Caught, error: BaseException) -> None:
     caught.status = next(status for kind, status in _STATUS_OF_ERROR.items() if isinstance(error, kind))
     caught.detail = f"{type(error).__name__}: {error}"
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 class TaskSource:
