@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tree import ROOT
 
-from asyncrl.configs import apply_overrides, build, read_toml, to_table
+from asyncrl.configs import apply_overrides, build, dump_config, load_config, read_toml, to_table
 from asyncrl.errors import ConfigError
 
 
@@ -69,6 +70,14 @@ def test_overrides_are_toml_values_or_text() -> None:
 def test_a_malformed_override_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
         apply_overrides({"path": "x"}, [override])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_every_recipe_resolves_and_survives_being_written_down(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    written = tmp_path / path.name
+    written.write_text(dump_config(config))
+    assert load_config(written) == config
 
 
 def test_a_broken_or_missing_file_is_named(tmp_path: Path) -> None:

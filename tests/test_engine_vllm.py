@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+from part_contract import check_engine
 from tiny_model import build_tiny_model, state_of
 
 from asyncrl.engines import EnginePool, EngineSettings, KVOnSync, SamplingSettings, VLLMEngine, command, free_port
@@ -516,5 +517,12 @@ def test_a_server_that_dies_fails_its_requests_and_its_sync_at_once(server: Serv
         assert "after a failed sync to version 2" in rig.engine.broken
         with pytest.raises(EngineError, match="out of service"):
             await rig.engine.sample(prompt_of("anyone"), max_tokens=1, trajectory_id="t")
+
+    run(server, body)
+
+
+def test_the_real_engine_keeps_the_promises_that_the_fake_keeps(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        await check_engine(rig.engine, EnginePool([rig.engine]), rig.publish(2), TokenIds(range(40, 60)))
 
     run(server, body)

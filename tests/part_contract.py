@@ -1,0 +1,54 @@
+"""What every part promises the loop, asked of real parts and of `asyncrl.testing`'s by the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.protocols import Learner, Sampler, WeightPuller
+from asyncrl.types import Completion, FinishReason, Group, PolicyVersion, TokenIds, WeightManifest
+
+_MAX_TOKENS = 6
+
+
+async def check_engine(sampler: Sampler, puller: WeightPuller, manifest: WeightManifest, prompt: TokenIds) -> None:
+    """Sample, pull `manifest`, sample again."""
+    before = await sampler.sample(prompt, max_tokens=_MAX_TOKENS, trajectory_id="1-0")
+    version = before.spans[0].version
+    _check_completion(before, version)
+    reports = await puller.pull_all(manifest)
+    assert reports
+    for report in reports:
+        assert report.verified
+        assert report.version == manifest.version > version
+        assert report.num_bytes == manifest.num_bytes > 0
+        assert report.stall_seconds >= 0
+        assert report.seconds
+    _check_completion(await sampler.sample(prompt, max_tokens=_MAX_TOKENS, trajectory_id="1-0"), manifest.version)
+
+
+def _check_completion(completion: Completion, version: PolicyVersion) -> None:
+    length = len(completion.token_ids)
+    assert 1 <= length <= _MAX_TOKENS
+    assert len(completion.behaviour_logprobs) == length
+    assert all(logprob <= 0 for logprob in completion.behaviour_logprobs)
+    assert [(span.start, span.end, span.version) for span in completion.spans] == [(0, length, version)]
+    assert length == _MAX_TOKENS or completion.finish_reason is FinishReason.STOP
+    assert completion.engine
+
+
+async def check_learner(learner: Learner, groups: Sequence[Group], directory: Path) -> None:
+    """Step, publish, save."""
+    result = await learner.step(groups)
+    assert result.version == 1
+    trained = sum(t.num_sampled_tokens for group in groups for t in group.trajectories if t.reward is not None)
+    assert result.metrics["tokens_trained"] == trained > 0
+    assert result.metrics["importance_ratio_max"] > 0
+    manifest = await learner.publish()
+    assert manifest.version == 1
+    assert manifest.num_bytes > 0
+    assert manifest.digest
+    files = await learner.save(str(directory))
+    assert any(name.startswith("model/") for name in files)
+    for name, num_bytes in files.items():
+        assert (directory / name).stat().st_size == num_bytes
