@@ -1,4 +1,7 @@
-"""Promises of the engines' side that only a real vLLM can keep. One server, started once for all tests here."""
+"""Promises of the engines' side that only a real vLLM can keep. One server, started once for all tests here.
+
+Long because one server, which takes half a minute to start, serves every test.
+"""
 
 from __future__ import annotations
 
