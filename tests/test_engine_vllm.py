@@ -124,6 +124,7 @@ async def rig(server: Server, **changes: Any) -> Any:
 
 
 async def healthy(server: Server, engine: VLLMEngine) -> None:
+    assert server.process.poll() is None, "an earlier test has ended the server: that one must come last"
     try:
         await engine.wait_healthy(SETTINGS.start_timeout_s)
     except EngineError as error:
@@ -494,8 +495,15 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_setting(server: Ser
     run(server, body)
 
 
+def test_the_real_engine_keeps_the_promises_that_the_fake_keeps(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        await check_engine(rig.engine, EnginePool([rig.engine]), rig.publish(2), TokenIds(range(40, 60)))
+
+    run(server, body)
+
+
 def test_a_server_that_dies_fails_its_requests_and_its_sync_at_once(server: Server) -> None:
-    """The last test here: it kills the server."""
+    """The last test here: it kills the server (see `healthy`)."""
 
     async def body(rig: Rig) -> None:
         failures: list[EngineError] = []
@@ -520,12 +528,5 @@ def test_a_server_that_dies_fails_its_requests_and_its_sync_at_once(server: Serv
         assert "after a failed sync to version 2" in rig.engine.broken
         with pytest.raises(EngineError, match="out of service"):
             await rig.engine.sample(prompt_of("anyone"), max_tokens=1, trajectory_id="t")
-
-    run(server, body)
-
-
-def test_the_real_engine_keeps_the_promises_that_the_fake_keeps(server: Server) -> None:
-    async def body(rig: Rig) -> None:
-        await check_engine(rig.engine, EnginePool([rig.engine]), rig.publish(2), TokenIds(range(40, 60)))
 
     run(server, body)
