@@ -19,11 +19,12 @@ from synthetic_groups import make_group, make_segment, random_groups
 from tiny_model import build_tiny_model
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.credit import select
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.settings import LearnerSettings
-from asyncrl.learner.step import Stepper, select
+from asyncrl.learner.step import Stepper
 from asyncrl.packing import Batch, Microbatch, split
 from asyncrl.types import Group
 

@@ -14,9 +14,9 @@ from tiny_model import build_tiny_model
 
 from asyncrl.errors import CheckpointError, ConfigError, StalenessError
 from asyncrl.learner.checkpoint import load as load_checkpoint
+from asyncrl.learner.credit import select
 from asyncrl.learner.process import Learner
 from asyncrl.learner.settings import LearnerJob, LearnerSettings
-from asyncrl.learner.step import select
 from asyncrl.packing import split
 from asyncrl.protocols import StepResult
 from asyncrl.types import Group, Logprobs, Trajectory
