@@ -43,17 +43,24 @@ class PolicyModel:
         """Return the parameters by their name in the checkpoint; tied embeddings once."""
         return dict(self.model.named_parameters())
 
-    def logprobs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([T_m] policy log-probs, [T_m] entropy) in nats, 0.0 where no token is scored; differentiable."""
-        hidden = self.model.get_decoder()(  # type: ignore[operator]
+    def hidden(self, microbatch: Microbatch) -> torch.Tensor:
+        """Return [P, C], the body's last hidden state at the slots that predict a scored token; differentiable."""
+        states = self.model.get_decoder()(  # type: ignore[operator]
             input_ids=microbatch.tree_token_ids.unsqueeze(0),
             position_ids=microbatch.tree_position_ids.unsqueeze(0),
             use_cache=False,
             blocks=microbatch.blocks,
         ).last_hidden_state[0]
+        return states.index_select(0, microbatch.predict_slot)
+
+    def logprobs(self, microbatch: Microbatch, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([T_m] policy log-probs, [T_m] entropy) in nats, 0.0 where no token is scored; differentiable.
+
+        `hidden` is what `hidden` returned for this microbatch, where it is needed elsewhere too.
+        """
         head = self.model.get_output_embeddings().weight  # type: ignore[operator]
         logprobs, entropy = logprobs_and_entropy(
-            hidden.index_select(0, microbatch.predict_slot),
+            self.hidden(microbatch) if hidden is None else hidden,
             head,
             microbatch.target_ids,
             temperature=self.temperature,
