@@ -51,7 +51,8 @@ class PolicyModel:
             use_cache=False,
             blocks=microbatch.blocks,
         ).last_hidden_state[0]
-        return states.index_select(0, microbatch.predict_slot)
+        predicting: torch.Tensor = states.index_select(0, microbatch.predict_slot)
+        return predicting
 
     def logprobs(self, microbatch: Microbatch, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([T_m] policy log-probs, [T_m] entropy) in nats, 0.0 where no token is scored; differentiable.
