@@ -21,6 +21,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.losses.compose import denominators as denominators
     from asyncrl.losses.compose import evaluate as evaluate
+    from asyncrl.losses.distillation import append_tail as append_tail
+    from asyncrl.losses.distillation import divergence as divergence
+    from asyncrl.losses.distillation import forward_kl as forward_kl
+    from asyncrl.losses.distillation import generalised_jsd as generalised_jsd
+    from asyncrl.losses.distillation import keep_with_tail as keep_with_tail
+    from asyncrl.losses.distillation import reverse_kl as reverse_kl
+    from asyncrl.losses.distillation import top_k_divergence as top_k_divergence
     from asyncrl.losses.inputs import LossInputs as LossInputs
     from asyncrl.losses.inputs import LossOutput as LossOutput
     from asyncrl.losses.monitoring import Diagnostics as Diagnostics
@@ -36,6 +43,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "denominators": "compose",
     "evaluate": "compose",
+    "append_tail": "distillation",
+    "divergence": "distillation",
+    "forward_kl": "distillation",
+    "generalised_jsd": "distillation",
+    "keep_with_tail": "distillation",
+    "reverse_kl": "distillation",
+    "top_k_divergence": "distillation",
     "LossInputs": "inputs",
     "LossOutput": "inputs",
     "Diagnostics": "monitoring",

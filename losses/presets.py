@@ -21,6 +21,10 @@ BASELINES = ("mean", "leave_one_out", "none")
 """Group baselines of `asyncrl.advantages.group_advantages`, here so that settings are checked without torch."""
 SCALES = ("none", "group_std", "batch_std", "group_mean")
 """Scales of `asyncrl.advantages.group_advantages`."""
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+"""Of a teacher from a student, as `asyncrl.losses.divergence` computes them."""
+SUPPORTS = ("teacher", "student")
+"""Whose k likeliest tokens a divergence over k tokens and a tail is taken over."""
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
