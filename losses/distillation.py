@@ -95,7 +95,9 @@ def top_k_divergence(
     if k >= teacher_logprobs.shape[-1]:
         return divergence(teacher_logprobs, student_logprobs, kind=kind, beta=beta)
     ids = (teacher_logprobs if support == "teacher" else student_logprobs).detach().topk(k).indices
-    return divergence(keep_with_tail(teacher_logprobs, ids), keep_with_tail(student_logprobs, ids), kind=kind, beta=beta)
+    return divergence(
+        keep_with_tail(teacher_logprobs, ids), keep_with_tail(student_logprobs, ids), kind=kind, beta=beta
+    )
 
 
 def keep_with_tail(logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

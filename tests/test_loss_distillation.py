@@ -98,6 +98,7 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(kind: str, k: in
     assert gradient.abs().max() < 1e-15
 
 
+@pytest.mark.slow
 def test_the_gradients_by_the_logits_are_the_known_ones() -> None:
     z = logits(5).requires_grad_()
     teacher, student = torch.log_softmax(logits(4), -1), torch.log_softmax(z, -1)
