@@ -170,6 +170,7 @@ class Run:
             admitted_at=admitted_at,
             admitted_version=version,
         )
+        _check_group(group, self._settings.group_size)
         self.status.count_group(group)
         self._recorder.group(group)
         if all(trajectory.reward is None for trajectory in trajectories):
@@ -320,6 +321,16 @@ class Run:
     def _phase(self, phase: str, waiting_for: str = "") -> None:
         self.status.phase, self.status.waiting_for = phase, waiting_for
         self._recorder.phase()
+
+
+def _check_group(group: Group, group_size: int) -> None:
+    """Raise EnvironmentFault unless the environment returned what it was asked for, each episode once."""
+    ids = {trajectory.trajectory_id for trajectory in group.trajectories}
+    if not len(ids) == len(group.trajectories) == group_size:
+        raise EnvironmentFault(
+            f"environment {group.task.environment}: group {group.group_id} (task {group.task.task_id}) came back with "
+            f"{len(group.trajectories)} trajectories of {len(ids)} different ids, {group_size} were asked for"
+        )
 
 
 async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:

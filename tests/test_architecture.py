@@ -26,6 +26,7 @@ LAYERS = (
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",
+        "asyncrl.simulation",
     ),
     ("asyncrl.run",),
     ("asyncrl.configs",),

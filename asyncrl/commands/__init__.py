@@ -1,10 +1,11 @@
 """The verbs of the command line: one module each, with `HELP`, `add_arguments(parser)` and `main(arguments) -> int`."""
 
-from asyncrl.commands import bench, check, environments, evaluate, plot, status, train
+from asyncrl.commands import bench, check, environments, evaluate, plot, simulate, status, train
 
 COMMANDS = {
     "train": train,
     "check": check,
+    "simulate": simulate,
     "status": status,
     "eval": evaluate,
     "environments": environments,

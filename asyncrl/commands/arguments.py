@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
+
+from asyncrl.configs import Config
+from asyncrl.run_directory import RunDirectory
+from asyncrl.simulation import Fault, Forecast, SimulationRates, measured_rates, simulate
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,4 +20,40 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="SECTION.KEY=VALUE",
         help="replace one setting of the file; may be given several times",
+    )
+
+
+def add_rate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add where a simulation's rates come from."""
+    rates = ", ".join(f"{field.name} ({field.default:g})" for field in fields(SimulationRates))
+    parser.add_argument("--from", type=Path, dest="run", metavar="RUN", help="take the rates from a run that has been")
+    parser.add_argument(
+        "--rate", action="append", default=[], metavar="NAME=NUMBER", help=f"put over them; seconds, tokens: {rates}"
+    )
+
+
+def rates_of(arguments: argparse.Namespace, config: Config) -> SimulationRates:
+    """Return the rates that the arguments name. Raises: ConfigError."""
+    if arguments.run is None:
+        return SimulationRates().with_changes(arguments.rate)
+    return measured_rates(RunDirectory(arguments.run), engines=num_engines(config)).with_changes(arguments.rate)
+
+
+def num_engines(config: Config) -> int:
+    """Return how many engines a run of the configuration has."""
+    return max(1, len(config.engine.urls))
+
+
+def forecast_of(
+    config: Config, rates: SimulationRates, *, steps: int, seed: int = 0, faults: tuple[Fault, ...] = ()
+) -> Forecast:
+    """Return the forecast of a configuration's buffer and engines."""
+    return simulate(
+        config.buffer,
+        rates,
+        steps=steps,
+        engines=num_engines(config),
+        engine_slots=config.engine.max_num_seqs,
+        seed=seed,
+        faults=faults,
     )

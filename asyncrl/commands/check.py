@@ -2,28 +2,36 @@
 
   asyncrl check configs/demo.toml
   asyncrl check configs/demo.toml --set buffer.max_off_policyness=2 --json
+  asyncrl check configs/demo.toml --from runs/demo-1
 
-Nothing is started. Exit code 2 and one message when a run of it would be refused.
+What it would come to is predicted by a short simulation (`asyncrl simulate`), with rates from a run that has been
+(--from) or given (--rate); without either nothing is predicted. Nothing is started.
+Exit code 2 and one message when a run of it would be refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import Any
 
 from asyncrl import run_directory
-from asyncrl.commands.arguments import add_config_arguments
+from asyncrl.commands.arguments import add_config_arguments, add_rate_arguments, forecast_of, rates_of
 from asyncrl.configs import Config, dump_config, load_config, to_table
 from asyncrl.preflight import preflight
 from asyncrl.serving import listen
+from asyncrl.simulation.forecast import as_table
 
 HELP = "resolve a configuration and refuse what cannot run"
+
+_STEPS = 100  # simulated: the cold start's share of them is small, and they take about a second
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config_arguments(parser)
+    add_rate_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print configuration and plan as JSON")
 
 
@@ -35,13 +43,21 @@ def main(arguments: argparse.Namespace) -> int:
     run_directory.check_space(directory, config)
     listen(config.metrics.host, config.metrics.port, setting="[metrics] port").close()
     plan = process_plan(config) | {"run directory": str(directory.path)}
+    forecast = None
+    if arguments.run is not None or arguments.rate:
+        forecast = forecast_of(config, rates_of(arguments, config), steps=_STEPS)
     if arguments.json:
-        print(json.dumps({"config": to_table(config), "plan": plan}, indent=2))
+        report = {"config": to_table(config), "plan": plan, "forecast": forecast and asdict(forecast)}
+        print(json.dumps(report, indent=2))
         return 0
     print(dump_config(config))
     print("# what would run")
     for name, what in plan.items():
         print(f"# {name}: {what}")
+    if forecast is not None:
+        print(f"# what it would come to, by {_STEPS} simulated steps")
+        for name, what in as_table(forecast).items():
+            print(f"# {name}: {what}")
     return 0
 
 

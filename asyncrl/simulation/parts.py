@@ -1,0 +1,260 @@
+"""Simulated engines, learner and environment that cost the simulating machine next to nothing.
+
+A group is one task that sleeps once, until its last episode would be done, so that thousands of episodes are under way
+at a time. Engines share their tokens per second among the episodes that were sampling when a group began: queueing is
+in the sum, not request by request. Spans and versions are real records that the real loop checks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from asyncrl.errors import CheckpointError, LearnerError, WeightSyncError
+from asyncrl.protocols import Sampler, StepResult, SyncReport
+from asyncrl.simulation.faults import Fault
+from asyncrl.simulation.rates import SimulationRates
+from asyncrl.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Logprobs,
+    PolicyVersion,
+    Segment,
+    Task,
+    TensorEntry,
+    TokenIds,
+    TokenSpan,
+    Trajectory,
+    TrajectoryStatus,
+    WeightManifest,
+)
+
+_SLOW_SYNC = 50.0
+_KEPT_TOKENS = 2  # of a simulated segment: enough to carry a span of the first and of the last version
+
+
+class World:
+    """What the simulated parts share: clock rates, who samples now, and the faults that are to come."""
+
+    def __init__(
+        self, rates: SimulationRates, *, engines: int, engine_slots: int, seed: int, faults: Sequence[Fault]
+    ) -> None:
+        self.rates = rates
+        self.random = random.Random(seed)
+        self.engines = engines
+        self.engine_slots = engine_slots
+        self.num_sampling = 0
+        self.tokens = 0
+        self.learner_version: PolicyVersion = 0
+        self._faults = faults
+        self._happened: set[Fault] = set()
+
+    def lasts(self, kind: str) -> bool:
+        """Return whether a fault that lasts has begun."""
+        return any(fault.kind == kind and self.learner_version >= fault.version for fault in self._faults)
+
+    def happens(self, kind: str) -> bool:
+        """Return True once when a fault that happens once is due."""
+        for fault in self._faults:
+            if fault.kind == kind and fault not in self._happened and self.learner_version >= fault.version:
+                self._happened.add(fault)
+                return True
+        return False
+
+    def seconds_of(self, num_tokens: int) -> float:
+        """Return how long an episode's tokens take at the present load."""
+        capacity = self.engines * self.rates.engine_tokens_per_second
+        slots = self.engines * self.engine_slots
+        share = capacity / max(1, min(self.num_sampling, slots))
+        queueing = max(1.0, self.num_sampling / slots)
+        return num_tokens / min(self.rates.request_tokens_per_second, share) * queueing
+
+
+class SimulatedEngines:
+    """The engines: a `Sampler` for evaluations, and a `WeightPuller`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.version: PolicyVersion = 0
+
+    async def sample(
+        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """Return one token: only an evaluation asks."""
+        return Completion(
+            token_ids=TokenIds([1]),
+            behaviour_logprobs=Logprobs([-1.0]),
+            spans=(TokenSpan(start=0, end=1, version=self.version),),
+            finish_reason=FinishReason.STOP,
+            engine="simulated",
+        )
+
+    async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
+        """Take the manifest's version after the sync time."""
+        world, rates = self._world, self._world.rates
+        await trio.sleep(rates.sync_s * (_SLOW_SYNC if world.happens("slow_sync") else 1.0))
+        if world.happens("failed_sync"):
+            raise WeightSyncError(f"simulated engine 0, update of version {manifest.version}: refused")
+        if not world.lasts("stale_engine"):
+            self.version = manifest.version
+        verified = not world.happens("unverified_sync")
+        return [
+            SyncReport(
+                engine=f"simulated engine {index}",
+                version=manifest.version,
+                verified=verified,
+                num_bytes=manifest.num_bytes,
+                seconds={"update": rates.sync_s},
+                stall_seconds=rates.sync_stall_s,
+            )
+            for index in range(world.engines)
+        ]
+
+
+class SimulatedLearner:
+    """The learner: a step takes its overhead and its tokens' time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.staleness: dict[int, int] = {}
+        """optimizer steps -> groups trained at that staleness of their oldest token."""
+
+    async def step(self, groups: Sequence[Group]) -> StepResult:
+        """Take the step's time and advance the version."""
+        world, rates = self._world, self._world.rates
+        tokens = sum(t.extras["tokens"] for g in groups for t in g.trajectories if t.reward is not None)
+        await trio.sleep(rates.step_overhead_s + tokens / rates.learner_tokens_per_second)
+        if world.happens("learner_death"):
+            raise LearnerError("the learner was ended by signal 9 (simulated)")
+        for group in groups:
+            if group.oldest_version is not None:
+                staleness = world.learner_version - group.oldest_version
+                self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+        stepped = not world.happens("nan_logprobs")
+        world.learner_version += 1
+        return StepResult(version=world.learner_version, metrics={"tokens_trained": tokens}, stepped=stepped)
+
+    async def publish(self) -> WeightManifest:
+        """Return a manifest of one small tensor."""
+        version = self._world.learner_version
+        entry = TensorEntry(name="weight", dtype="BF16", shape=(2,), offset=0, num_bytes=4, digest=f"{version:08x}")
+        return WeightManifest(
+            run_id="simulated",
+            version=version,
+            transport="simulated",
+            location="",
+            tensors=(entry,),
+            digest=entry.digest,
+        )
+
+    async def save(self, directory: str) -> Mapping[str, int]:
+        """Write the version as the model."""
+        if self._world.happens("full_disk"):
+            raise CheckpointError(f"cannot write the checkpoint {directory}: No space left on device (simulated)")
+        path = Path(directory) / "model" / "version"
+        path.parent.mkdir(parents=True)
+        path.write_text(str(self._world.learner_version), encoding="utf-8")
+        return {"model/version": path.stat().st_size}
+
+
+class SimulatedEnvironment:
+    """Episodes of lognormal length and duration whose rewards are coin flips."""
+
+    name = "simulated"
+
+    def __init__(self, world: World, engines: SimulatedEngines) -> None:
+        self._world = world
+        self._engines = engines
+        self._next = 0
+        self._prompt = TokenIds([0])
+        self._silent: trio.Event = trio.Event()  # never set
+
+    def get_item(self) -> Task:
+        """Return the next task."""
+        if self._world.lasts("no_more_tasks"):
+            raise StopIteration
+        self._next += 1
+        return Task(task_id=f"task-{self._next - 1}", environment=self.name)
+
+    def held_out(self) -> Sequence[Task]:
+        """Return nothing: there is nothing to learn."""
+        return ()
+
+    async def collect_trajectories(
+        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+    ) -> Sequence[Trajectory]:
+        """Sleep until the last episode would be done, and return them all."""
+        world, rates, chance = self._world, self._world.rates, self._world.random
+        begun = self._engines.version
+        world.num_sampling += group_size
+        try:
+            lengths = [
+                max(1, round(rates.completion_tokens * chance.lognormvariate(0.0, rates.completion_sigma)))
+                for _ in range(group_size)
+            ]
+            seconds = [world.seconds_of(length) + self._environment_seconds() for length in lengths]
+            if world.happens("silent_worker"):
+                await self._silent.wait()
+            await trio.sleep(max(seconds))
+        finally:
+            world.num_sampling -= group_size
+        dead = world.lasts("engine_death")
+        world.tokens += 0 if dead else sum(lengths)
+        spans = (TokenSpan(start=1, end=2, version=begun), TokenSpan(start=2, end=3, version=self._engines.version))
+        segment = Segment(
+            token_ids=TokenIds([0, 2, 1]),
+            loss_mask=bytes([0, *[1] * _KEPT_TOKENS]),
+            behaviour_logprobs=Logprobs([0.0, -1.0, -1.0]),
+            spans=spans,
+        )
+        found = [
+            self._trajectory(task, f"{group_id}-{index}", segment, lengths[index], seconds[index], dead)
+            for index in range(group_size)
+        ]
+        if world.happens("duplicate_results"):
+            found[-1] = found[0]
+        if world.happens("short_group"):
+            found.pop()
+        return found
+
+    def _environment_seconds(self) -> float:
+        rates, chance = self._world.rates, self._world.random
+        if chance.random() < rates.straggler_share:
+            return rates.environment_s * rates.straggler_factor
+        return rates.environment_s * chance.lognormvariate(0.0, rates.environment_sigma)
+
+    def _trajectory(
+        self, task: Task, trajectory_id: str, segment: Segment, num_tokens: int, seconds: float, engine_dead: bool
+    ) -> Trajectory:
+        failed = engine_dead or self._world.random.random() < self._world.rates.failure_share
+        reward = float(self._world.random.random() < self._world.rates.solve_share)
+        status = TrajectoryStatus.FAILED_ENGINE if engine_dead else TrajectoryStatus.FAILED_SANDBOX
+        return Trajectory(
+            trajectory_id=trajectory_id,
+            task_id=task.task_id,
+            environment=self.name,
+            segments=() if failed else (segment,),
+            reward=None if failed else reward,
+            status=status if failed else TrajectoryStatus.COMPLETED,
+            reward_parts={} if failed else {"solved": reward},
+            num_turns=1,
+            seconds=seconds,
+            detail="simulated" if failed else "",
+            extras={"tokens": num_tokens},
+        )
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the position."""
+        return {"next": self._next}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position."""
+        self._next = state["next"]
+
+    async def aclose(self) -> None:
+        """Release nothing."""
