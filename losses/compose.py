@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ def evaluate(name: str, inputs: LossInputs, /, **settings: Any) -> LossOutput:
     if resolved.objective == "pairs":
         pair_loss, token_loss = _pairs(inputs, prepared, resolved, record)
         loss = loss + pair_loss
-    elif resolved.objective != "kl":
+    elif resolved.objective not in ("kl", "distillation"):
         weights = _weights(inputs, prepared, resolved, term.kept if resolved.renormalise else None)
         loss = loss + (weights * term.loss).sum()
         token_loss = token_loss + term.loss.detach()
@@ -56,7 +57,7 @@ def evaluate(name: str, inputs: LossInputs, /, **settings: Any) -> LossOutput:
     record.sum("policy_logprobs_nonfinite", (~prepared.policy.isfinite()).sum())
     for label, count in prepared.counts.items():
         record.sum(label, count)
-    for label, flags in term.flags.items():
+    for label, flags in (term.flags | _clipped_divergence(prepared, resolved)).items():
         record.mean(label, flags, prepared.mask)
     dtype = inputs.policy_logprobs.dtype
     return LossOutput(loss=loss.to(dtype), token_loss=token_loss.to(dtype), metrics=record.records())
@@ -112,6 +113,7 @@ def prepared_for(inputs: LossInputs, settings: LossSettings) -> Prepared:
     needs_behaviour = policy and (s.ratio != "none" or s.advantage == "teacher")
     needs_behaviour |= s.kl_coef > 0 and s.kl_estimator == "k3_is"
     needs = {
+        "teacher_divergence": s.distillation_coef > 0,
         "behaviour_logprobs": needs_behaviour,
         "advantages": policy and s.advantage != "teacher",
         "teacher_logprobs": policy and s.advantage == "teacher",
@@ -211,7 +213,19 @@ def _side_terms(p: Prepared, s: LossSettings, term: _Term) -> list[tuple[str, fl
     if s.entropy_coef:
         assert p.entropy is not None
         terms.append(("entropy", -s.entropy_coef, p.entropy))
+    if s.distillation_coef:
+        assert p.divergence is not None
+        limit = math.inf if s.distillation_clip is None else s.distillation_clip
+        terms.append(("teacher_divergence", s.distillation_coef, p.divergence.clamp(max=limit)))
     return terms
+
+
+def _clipped_divergence(p: Prepared, s: LossSettings) -> dict[str, torch.Tensor]:
+    """Return the flags [T] of tokens whose divergence is cut, where the loss cuts any."""
+    if not s.distillation_coef or s.distillation_clip is None:
+        return {}
+    assert p.divergence is not None
+    return {"divergence_clipped_frac": p.divergence > s.distillation_clip}
 
 
 def _weights(inputs: LossInputs, p: Prepared, s: LossSettings, kept: torch.Tensor | None = None) -> torch.Tensor:
@@ -257,6 +271,7 @@ def _custom_term(inputs: LossInputs, p: Prepared, s: LossSettings) -> _Term:
         proximal_logprobs=p.proximal,
         reference_logprobs=p.reference,
         teacher_logprobs=p.teacher,
+        teacher_divergence=p.divergence,
         observation_mask=p.observation,
         entropy=p.entropy,
     )

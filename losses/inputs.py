@@ -33,7 +33,7 @@ class LossInputs:
 
     policy_logprobs: torch.Tensor
     """[T] nats; log-prob of token t itself under the weights being trained. The only input that gets a gradient,
-    besides `entropy`."""
+    besides `entropy` and `teacher_divergence`."""
     loss_mask: torch.Tensor
     """[T] bool; True where the policy sampled the token and it is trained on."""
     cu_seqlens: torch.Tensor
@@ -48,6 +48,9 @@ class LossInputs:
     """[T] nats; under the frozen reference model."""
     teacher_logprobs: torch.Tensor | None = None
     """[T] nats; under the teacher."""
+    teacher_divergence: torch.Tensor | None = None
+    """[T] nats; how far the student's distribution of token t is from the teacher's (`asyncrl.losses.divergence`). Gets
+    a gradient."""
     observation_mask: torch.Tensor | None = None
     """[T] bool; True on tokens that the environment wrote. Disjoint from `loss_mask`."""
     versions: torch.Tensor | None = None
@@ -108,6 +111,8 @@ class Prepared:
     proximal: torch.Tensor | None
     reference: torch.Tensor | None
     teacher: torch.Tensor | None
+    divergence: torch.Tensor | None
+    """[T] with a gradient."""
     advantages: torch.Tensor | None
     entropy: torch.Tensor | None
     lengths: torch.Tensor
@@ -174,6 +179,7 @@ def prepare(
         proximal=_constant(inputs.proximal_logprobs, mask),
         reference=_constant(inputs.reference_logprobs, mask),
         teacher=_constant(inputs.teacher_logprobs, mask),
+        divergence=None if inputs.teacher_divergence is None else _clean(inputs.teacher_divergence, mask),
         advantages=advantages,
         entropy=None if inputs.entropy is None else _clean(inputs.entropy, mask),
         lengths=segments.sum(mask.double()),
@@ -200,7 +206,7 @@ def _as_mask(name: str, mask: torch.Tensor) -> torch.Tensor:
 def _check_shapes(inputs: LossInputs, num_tokens: int, num_sequences: int) -> None:
     per_token = (
         "loss_mask behaviour_logprobs advantages proximal_logprobs reference_logprobs teacher_logprobs "
-        "observation_mask versions entropy"
+        "teacher_divergence observation_mask versions entropy"
     )
     wanted = {name: (num_tokens,) for name in per_token.split()}
     wanted |= {name: (num_sequences,) for name in ("rewards", "group_index", "num_prompt_tokens")}

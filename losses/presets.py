@@ -28,7 +28,7 @@ SUPPORTS = ("teacher", "student")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "objective": ("policy", "kl", "likelihood", "pairs", "custom"),
+        "objective": ("policy", "kl", "likelihood", "distillation", "pairs", "custom"),
         "ratio": ("none", "token", "prefix", "sequence_mean", "sequence_product"),
         "anchor": ("behaviour", "proximal"),
         "gradient": ("ratio", "token", "logprob"),
@@ -54,7 +54,8 @@ class LossSettings:
 
     name: str
     objective: str = "policy"
-    """"policy": ratio times advantage; "kl": the reference KL alone; "likelihood": -logp; "pairs": DPO; "custom"."""
+    """"policy": ratio times advantage; "kl": the reference KL alone; "likelihood": -logp; "distillation": the teacher's
+    divergence alone; "pairs": DPO; "custom"."""
     ratio: str = "token"
     """How per-token log ratios become the ratio of token t: itself, sums up to t, the sequence's mean or its sum."""
     anchor: str = "behaviour"
@@ -106,6 +107,11 @@ class LossSettings:
     observation_coef: float = 0.0
     """Coefficient of the mean of -logp over observation tokens (ECHO)."""
     entropy_coef: float = 0.0
+    distillation_coef: float = 0.0
+    """Coefficient of the teacher's divergence from the student, over the active tokens as the loss is aggregated."""
+    distillation_clip: float | None = None
+    """Nats; a token's divergence counts at most this much, and has no gradient beyond: where a teacher knows the answer
+    a few pivotal tokens would outweigh all others. None clips nothing."""
     bad_logprobs: str = "cap"
     """A behaviour log-prob on an active token that is positive, not finite or below -1000: "cap" bounds its log ratio
     at 20 nats (a NaN is dropped), "mask" drops the token, "raise" ends the run. All are counted."""
@@ -117,8 +123,29 @@ class LossSettings:
     @property
     def needs_advantage(self) -> bool:
         """True where a segment whose advantages are all 0 has no gradient, so that none need be computed."""
-        other_terms = (self.kl_coef, self.observation_coef, self.entropy_coef, self.log_ratio_sq_coef)
-        return self.objective == "policy" and self.advantage != "teacher" and not any(other_terms)
+        other_terms = (
+            self.kl_coef,
+            self.observation_coef,
+            self.entropy_coef,
+            self.log_ratio_sq_coef,
+            self.distillation_coef,
+        )
+        return self.reads_advantage and self.objective == "policy" and not any(other_terms)
+
+    @property
+    def reads_advantage(self) -> bool:
+        """True where the loss weighs tokens by the trainer's advantages at all (one of your own may)."""
+        return self.objective == "custom" or (self.objective == "policy" and self.advantage != "teacher")
+
+    @property
+    def reads_reference(self) -> bool:
+        """True where the loss needs the log-probs of the reference."""
+        return self.kl_coef > 0 or self.objective in ("kl", "pairs")
+
+    @property
+    def reads_teacher(self) -> bool:
+        """True where the loss needs a teacher: its log-probs of the sampled tokens, or its divergence."""
+        return self.distillation_coef > 0 or (self.objective == "policy" and self.advantage == "teacher")
 
 
 def _preset(**settings: Any) -> Mapping[str, Any]:
@@ -177,13 +204,16 @@ LOSSES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "sft": _preset(objective="likelihood"),
         "rejection_sft": _preset(objective="likelihood", min_reward=0.5),
         "opd": _preset(advantage="teacher"),
+        "distillation": _preset(objective="distillation", distillation_coef=1.0),
         "echo": _preset(**_DAPO, observation_coef=0.1),
         "dpo": _preset(objective="pairs"),
     }
 )
 """name -> the settings that differ from `LossSettings`' defaults."""
 
-_TERMS = frozenset({"kl_coef", "observation_coef", "entropy_coef", "aggregation", "const_length", "bad_logprobs"})
+_TERMS = frozenset(
+    {"kl_coef", "observation_coef", "entropy_coef", "distillation_coef", "aggregation", "const_length", "bad_logprobs"}
+)
 _STRUCTURE = frozenset({"ratio", "anchor", "gradient", "clip", "advantage", "correction"})
 _CLIP_READS = {
     "none": frozenset[str](),
@@ -230,7 +260,7 @@ def _custom(name: str, settings: Mapping[str, Any]) -> LossSettings:
     module, _, function = name.partition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"loss {name!r} is not of the form 'package.module:function'")
-    ours = {*_TERMS, "kl_estimator", "min_reward"}
+    ours = {*_TERMS, "kl_estimator", "distillation_clip", "min_reward"}
     options = {key: value for key, value in settings.items() if key not in ours}
     typed = {key: _typed(name, key, value) for key, value in settings.items() if key in ours}
     resolved = LossSettings(name=name, objective="custom", function=name, options=options, **typed)
@@ -253,7 +283,7 @@ def _typed(name: str, key: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"loss {name!r}: {key} must be true or false, got {value!r}")
         return value
-    if value is None and key in ("dual_clip", "sequence_drift", "min_reward"):
+    if value is None and key in ("dual_clip", "sequence_drift", "min_reward", "distillation_clip"):
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ConfigError(f"loss {name!r}: {key} must be a number, got {value!r}")
@@ -275,6 +305,7 @@ def _check_ranges(s: LossSettings) -> None:
         ("kl_coef", 0.0, inf),
         ("observation_coef", 0.0, inf),
         ("entropy_coef", 0.0, inf),
+        ("distillation_coef", 0.0, inf),
     ):
         if not low <= getattr(s, key) <= high:
             raise ConfigError(f"loss {s.name!r}: {key} must be in [{low:g}, {high:g}], got {getattr(s, key):g}")
@@ -286,6 +317,8 @@ def _check_ranges(s: LossSettings) -> None:
             raise ConfigError(
                 f"loss {s.name!r}: {low_key} {getattr(s, low_key):g} is above {high_key} {getattr(s, high_key):g}"
             )
+    if s.distillation_clip is not None and not s.distillation_clip > 0:
+        raise ConfigError(f"loss {s.name!r}: distillation_clip must be > 0 nats, got {s.distillation_clip:g}")
     if s.dual_clip is not None and s.dual_clip <= max(1.0, 1.0 + s.clip_high):
         raise ConfigError(
             f"loss {s.name!r}: dual_clip must be greater than 1 + clip_high = {1 + s.clip_high:g}, got {s.dual_clip:g}"
@@ -294,8 +327,9 @@ def _check_ranges(s: LossSettings) -> None:
 
 def _check_composition(s: LossSettings) -> None:
     """Raise ConfigError where the parts contradict each other."""
-    if s.objective == "kl" and s.kl_coef == 0.0:
-        raise ConfigError(f"loss {s.name!r}: kl_coef 0 leaves nothing to learn from")
+    for objective, coef in (("kl", "kl_coef"), ("distillation", "distillation_coef")):
+        if s.objective == objective and getattr(s, coef) == 0.0:
+            raise ConfigError(f"loss {s.name!r}: {coef} 0 leaves nothing to learn from")
     if s.objective != "policy":
         return
     reason = ""
@@ -332,6 +366,8 @@ def _reads(s: LossSettings) -> frozenset[str]:
     reads = set(_TERMS)
     if s.kl_coef:
         reads.add("kl_estimator")
+    if s.distillation_coef:
+        reads.add("distillation_clip")
     if s.aggregation != "const":
         reads.discard("const_length")
     if s.objective == "pairs":

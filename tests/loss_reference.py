@@ -23,6 +23,7 @@ class Token:
     active: bool
     observed: bool
     entropy: float = 1.0
+    divergence: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ def hard_batch(seed: int, lengths: tuple[int, ...] = (0, 1, 7, 3, 0, 12, 40, 1, 
                     active=active,
                     observed=observed,
                     entropy=rng.random(),
+                    divergence=(teacher - policy) ** 2,
                 )
             )
         sequences.append(sequence)
@@ -392,6 +394,7 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "kl_k3_value_k2_grad": kl("k3_value_k2_grad"),
     "sft": likelihood,
     "opd": opd,
+    "distillation": lambda t: (t.divergence, 0.0),  # its gradient goes to `divergence`
     "echo": ppo(0.8, 1.28),
 }
 SEQUENCE_LOSSES = {

@@ -110,7 +110,9 @@ def test_a_slot_outside_the_masks_has_no_gradient(name: str) -> None:
 # --- on-policy --------------------------------------------------------------------------------------------------
 
 SURROGATES = sorted(
-    {*NAMES} - {"dpo", "sft", "rejection_sft", "opd", "echo"} - {n for n in NAMES if n.startswith("kl_")}
+    {*NAMES}
+    - {"dpo", "sft", "rejection_sft", "opd", "echo", "distillation"}
+    - {n for n in NAMES if n.startswith("kl_")}
 )
 
 

@@ -77,6 +77,9 @@ def test_every_public_name_loads_and_is_listed() -> None:
         ("ppo", {"renormalise": True}, "nothing drops tokens"),
         ("mis_renorm", {"aggregation": "const"}, "not defined for aggregation='const'"),
         ("kl_k2", {"kl_coef": 0}, "nothing to learn from"),
+        ("distillation", {"distillation_coef": 0}, "distillation_coef 0 leaves nothing to learn from"),
+        ("distillation", {"distillation_clip": 0}, "distillation_clip must be > 0 nats"),
+        ("dapo", {"distillation_clip": 1.0}, "does not use distillation_clip"),
         # settings that would have no effect
         ("reinforce", {"clip_high": 0.3}, "does not use clip_high"),
         ("cispo", {"clip_high": 0.3}, "does not use clip_high"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from loss_reference import NAMES, Batch, hard_batch
 
-from asyncrl.losses import LOSSES, LossInputs, evaluate
+from asyncrl.losses import LOSSES, LossInputs, evaluate, finalise
 from asyncrl.losses.presets import AGGREGATIONS, KL_ESTIMATORS
 
 NAN = math.nan
@@ -37,6 +37,7 @@ def packed(batch: Batch, dtype: torch.dtype = torch.float64, **changes: Any) -> 
         "reference_logprobs": column("reference", NAN),
         "teacher_logprobs": column("teacher", NAN),
         "entropy": column("entropy", NAN).requires_grad_(),
+        "teacher_divergence": column("divergence", NAN).requires_grad_(),
         "loss_mask": torch.tensor([t.active for t in tokens], dtype=torch.bool),
         "observation_mask": torch.tensor([t.observed for t in tokens], dtype=torch.bool),
         "cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0),
@@ -138,6 +139,27 @@ def test_an_entropy_bonus_lowers_the_loss_and_pushes_entropy_up(name: str) -> No
     (pull,) = torch.autograd.grad(loss, inputs.entropy)
     weights = [w for row in reference.weights(batch, how, reference.active_of(batch)) for w in row]
     assert pull.tolist() == pytest.approx([-0.01 * w for w in weights], rel=1e-12)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize(("name", "coef"), [("distillation", 1.0), ("distillation", 0.3), ("dapo", 0.3), ("gspo", 0.3)])
+def test_a_divergence_is_added_over_the_active_tokens_and_cut(name: str, coef: float, clip: float | None) -> None:
+    batch = hard_batch(4)
+    inputs = packed(batch)
+    out = evaluate(name, inputs, distillation_coef=coef, distillation_clip=clip)
+    weights = reference.weights(batch, reference.AGGREGATION.get(name, "token_mean"), reference.active_of(batch))
+    limit = math.inf if clip is None else clip
+    cut = reference.total(reference.each_token(batch, lambda t: (min(t.divergence, limit), 0.0)), weights)[0]
+    alone = 0.0 if name == "distillation" else reference.reference(name, batch)[0]
+    assert out.loss.item() == pytest.approx(alone + coef * cut, rel=1e-11)
+    assert inputs.teacher_divergence is not None
+    (pull,) = torch.autograd.grad(out.loss, inputs.teacher_divergence)
+    flat = [w for row in weights for w in row]
+    wanted = [coef * w * (t.divergence <= limit) for w, t in zip(flat, batch.tokens, strict=True)]
+    assert pull.tolist() == pytest.approx(wanted, rel=1e-12)
+    beyond = [t.divergence > limit for t in batch.tokens if t.active]
+    if clip is not None:
+        assert 0 < finalise(out.metrics)["divergence_clipped_frac"] == sum(beyond) / len(beyond)
 
 
 def test_a_setting_reaches_the_loss() -> None:
