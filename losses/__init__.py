@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from asyncrl.losses.reduction import finalise as finalise
     from asyncrl.losses.reduction import reduce as reduce
     from asyncrl.losses.regularisers import next_entropy_coef as next_entropy_coef
+    from asyncrl.losses.values import clipped_value_loss as clipped_value_loss
+    from asyncrl.losses.values import yes_no_loss as yes_no_loss
+    from asyncrl.losses.values import yes_no_value as yes_no_value
 
 _HOMES = {
     "denominators": "compose",
@@ -61,6 +64,9 @@ _HOMES = {
     "finalise": "reduction",
     "reduce": "reduction",
     "next_entropy_coef": "regularisers",
+    "clipped_value_loss": "values",
+    "yes_no_loss": "values",
+    "yes_no_value": "values",
 }
 
 __all__ = sorted(_HOMES)

@@ -91,6 +91,39 @@ class EffectiveSampleSize:
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 - Var(target - prediction) / Var(target), from moments: their count, totals and totals of squares.
+
+    1 is a perfect prediction, 0 one as good as the mean, below 0 a worse one; NaN where the targets do not differ. An
+    error that is the same everywhere does not show.
+    """
+
+    count: float
+    targets: float
+    target_squares: float
+    errors: float
+    error_squares: float
+
+    @classmethod
+    def merge(cls, parts: Sequence[Self]) -> Self:
+        return cls(
+            math.fsum(p.count for p in parts),
+            math.fsum(p.targets for p in parts),
+            math.fsum(p.target_squares for p in parts),
+            math.fsum(p.errors for p in parts),
+            math.fsum(p.error_squares for p in parts),
+        )
+
+    def finalise(self, name: str) -> dict[str, float]:
+        if not self.count:
+            return {name: math.nan}
+        spread = self.target_squares - self.targets**2 / self.count
+        if not spread > 1e-12 * max(1.0, self.target_squares):  # below this it is rounding of equal numbers
+            return {name: math.nan}
+        return {name: 1.0 - (self.error_squares - self.errors**2 / self.count) / spread}
+
+
+@dataclass(frozen=True, slots=True)
 class Histogram:
     """Counts between `edges` [k]: counts [k+1], the first below edges[0], the last at or above edges[-1]."""
 
@@ -238,7 +271,7 @@ class Groups:
 ZERO_VARIANCE = 1e-6
 """Largest difference of rewards in a group that counts as none: below it the difference is rounding of equal scores."""
 
-Record = Sum | Mean | Max | Min | EffectiveSampleSize | Histogram | Counts | Growth | Groups
+Record = Sum | Mean | Max | Min | EffectiveSampleSize | ExplainedVariance | Histogram | Counts | Growth | Groups
 
 
 def reduce(parts: Iterable[Mapping[str, Record]]) -> dict[str, Record]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.advantages import gae
-from asyncrl.losses import LossInputs, evaluate
+from asyncrl.losses import LossInputs, clipped_value_loss, evaluate
 
 MAX_MOVES = 8
 REWARDS = {2: 10.0, 1: -5.0}
@@ -33,7 +33,7 @@ def learn(gamma: float, lam: float, steps: int = 40, episodes: int = 24) -> list
     """Return the probability of moving right by position, after PPO with a tabular critic."""
     rng = random.Random(0)
     logits = torch.zeros(5, 2, dtype=torch.float64, requires_grad=True)
-    values = torch.zeros(5, dtype=torch.float64)
+    values = torch.zeros(5, dtype=torch.float64, requires_grad=True)
     for _ in range(steps):
         right = logits.detach().softmax(1)[:, 1].tolist()
         played = [play(right, rng) for _ in range(episodes)]
@@ -55,9 +55,12 @@ def learn(gamma: float, lam: float, steps: int = 40, episodes: int = 24) -> list
             (gradient,) = torch.autograd.grad(evaluate("ppo", inputs).loss, logits)
             with torch.no_grad():
                 logits -= 0.5 * gradient
-        visits = torch.bincount(state, minlength=5)
-        error = torch.zeros(5, dtype=torch.float64).index_add(0, state, returns - values[state])
-        values += 0.5 * error / visits.clamp(min=1)
+        old_values = values.detach()[state]
+        for _ in range(3):
+            critic = clipped_value_loss(values[state], returns, mask, old_values=old_values, clip=5.0)
+            (gradient,) = torch.autograd.grad(critic.loss, values)
+            with torch.no_grad():
+                values -= 0.5 * gradient
     return logits.detach().softmax(1)[:, 1].tolist()
 
 
