@@ -8,7 +8,8 @@
      |   |- EnvironmentFault         an environment broke its contract or died
      |   |- WeightSyncError          weights did not arrive, or not the ones that were sent
      |   |- LearnerError             the learner process failed a step or died
-     |   `- CheckpointError          a checkpoint cannot be written, or is not whole
+     |   |- CheckpointError          a checkpoint cannot be written, or is not whole
+     |   `- JournalError             the journal cannot be written, or is another's
      |- ShapeError (ValueError)      arrays whose shapes contradict each other
      `- StalenessError               a token older than `max_off_policyness` reached training: always a bug
 
@@ -54,6 +55,10 @@ class LearnerError(BoundaryError):
 
 class CheckpointError(BoundaryError):
     """A checkpoint cannot be written, or is not whole. The message names the file."""
+
+
+class JournalError(BoundaryError):
+    """The journal cannot be written, or its files are of another run or format. The message names the file."""
 
 
 class ShapeError(AsyncRLError, ValueError):
