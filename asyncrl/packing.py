@@ -31,6 +31,20 @@ _Record = TypeVar("_Record", "Batch", "AttentionBlock", "Microbatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPrompts:
+    """What a teacher reads in place of the first tokens of each segment. `U` tokens of all of them, end to end."""
+
+    token_ids: torch.Tensor
+    """[U] int64."""
+    cu_seqlens: torch.Tensor
+    """[S + 1] int64 over U."""
+    replaced: torch.Tensor
+    """[S] int64; the segment's first tokens that each stands for: those before the first sampled one."""
+    given: torch.Tensor
+    """[S] bool; False where it is what the policy read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What one optimizer step eats: the segments of all trajectories that carry a reward, laid end to end.
 
@@ -66,6 +80,8 @@ class Batch:
     """[S] float32; reward of the segment's trajectory."""
     num_loss_tokens: int
     """Tokens with `loss_mask` True, over all microbatches and ranks."""
+    teacher_prompts: TeacherPrompts | None = None
+    """None where a teacher reads what the policy read."""
 
     @property
     def num_segments(self) -> int:
@@ -132,6 +148,25 @@ def lay_out(
         group_index=torch.tensor(list(group_index), dtype=torch.int64),
         rewards=torch.tensor(list(rewards), dtype=torch.float32),
         num_loss_tokens=int(loss_mask.sum()),
+        teacher_prompts=_teacher_prompts(segments),
+    )
+
+
+def _teacher_prompts(segments: Sequence[Segment]) -> TeacherPrompts | None:
+    given = [segment.teacher_prompt_token_ids for segment in segments]
+    if all(prompt is None for prompt in given):
+        return None
+    first = [segment.loss_mask.find(1) for segment in segments]
+    replaced = [len(s.token_ids) if place < 0 else place for s, place in zip(segments, first, strict=True)]
+    prompts = [
+        segment.token_ids[:length] if prompt is None else prompt
+        for segment, prompt, length in zip(segments, given, replaced, strict=True)
+    ]
+    return TeacherPrompts(
+        token_ids=torch.tensor([token_id for prompt in prompts for token_id in prompt], dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, *np.cumsum([len(prompt) for prompt in prompts]).tolist()], dtype=torch.int64),
+        replaced=torch.tensor(replaced, dtype=torch.int64),
+        given=torch.tensor([prompt is not None for prompt in given], dtype=torch.bool),
     )
 
 
@@ -145,6 +180,8 @@ def _check_segment(segment: Segment, index: int) -> None:
             raise ShapeError(f"segment {index}: {name} has {got} entries for {length} tokens")
     if length and segment.loss_mask[0]:
         raise ShapeError(f"segment {index}: its first token is trained on, but nothing predicts it")
+    if segment.teacher_prompt_token_ids is not None and not len(segment.teacher_prompt_token_ids):
+        raise ShapeError(f"segment {index}: its teacher's prompt is empty, so nothing predicts its first sampled token")
 
 
 def check_staleness(batch: Batch, *, version: PolicyVersion, max_off_policyness: int) -> None:

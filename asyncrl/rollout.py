@@ -40,6 +40,8 @@ class RolloutSettings:
     """Of the last grading alone; longer counts as a failed environment."""
     max_retries: int = 1
     """How often an episode that infrastructure ended is started again."""
+    teacher_prompts: bool = False
+    """Whether a teacher is told what `teacher_note` says, as its own longer prompt; [learner.teacher] reads it."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for a value out of range."""
@@ -66,6 +68,8 @@ class Episode:
     """The environment's own."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Goes into the trajectory's extras. JSON-like."""
+    teacher_prompt_token_ids: TokenIds | None = None
+    """The first prompt with the teacher's note in it, where teachers are told one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +195,14 @@ class MultiTurnEnvironment(abc.ABC):
         held_out: Sequence[Task] = (),
         settings: RolloutSettings | None = None,
     ) -> None:
+        """Raises: ConfigError where teachers are to be told a note, and this environment has none."""
         self.renderer = renderer
         self.limits = settings or RolloutSettings()
+        if self.limits.teacher_prompts and type(self).teacher_note is MultiTurnEnvironment.teacher_note:
+            raise ConfigError(
+                f"teacher_prompts must be false: environment {self.name!r} has no note for a teacher "
+                "([environment.options])"
+            )
         self._tasks = tasks
         self._held_out = tuple(held_out)
 
@@ -210,6 +220,14 @@ class MultiTurnEnvironment(abc.ABC):
     async def grade(self, episode: Episode) -> Grade:
         """Return what the episode is worth as it stands; asked where `step` gave no reward."""
         return Grade(reward=0.0)
+
+    def teacher_note(self, episode: Episode) -> str:
+        """Return what a teacher is told beside the first prompt and the policy is not: the answer, say.
+
+        Asked at the start of each episode where `teacher_prompts` is set. The teacher reads the policy's own replies
+        and what answered them, in later turns too, behind the prompt with this note.
+        """
+        return ""
 
     def get_item(self) -> Task:
         """Return the next task to train on. Raises StopIteration when the tasks are used up."""
@@ -287,7 +305,12 @@ class MultiTurnEnvironment(abc.ABC):
         return outcome
 
     async def _take_turns(self, episode: Episode, sampler: Sampler) -> StepOutcome:
-        context = self.renderer.start(self.start(episode), reply_prefix=self.reply_prefix)
+        asked = self.start(episode)
+        context = self.renderer.start(asked, reply_prefix=self.reply_prefix)
+        if self.limits.teacher_prompts:
+            note = self.teacher_note(episode)
+            told = self.renderer.start(asked, reply_prefix=self.reply_prefix, note=note)
+            episode.teacher_prompt_token_ids = told
         num_tokens = 0
         while True:
             room = self.limits.max_episode_tokens - num_tokens - len(context)
@@ -350,7 +373,10 @@ class MultiTurnEnvironment(abc.ABC):
             task_id=episode.task.task_id,
             environment=self.name,
             segments=build_segments(
-                episode.turns, end_token_ids=self.renderer.end_token_ids, vocab_size=self.renderer.vocab_size
+                episode.turns,
+                end_token_ids=self.renderer.end_token_ids,
+                vocab_size=self.renderer.vocab_size,
+                teacher_prompt_token_ids=episode.teacher_prompt_token_ids,
             ),
             reward=float(outcome.reward),
             status=status,

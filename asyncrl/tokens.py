@@ -10,6 +10,7 @@ import datetime
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,15 @@ class ChatRenderer:
             variables=special,
         )
 
-    def start(self, messages: Sequence[Message], *, reply_prefix: str = "") -> TokenIds:
+    def start(self, messages: Sequence[Message], *, reply_prefix: str = "", note: str = "") -> TokenIds:
         """Return the prompt's ids, up to where the assistant's reply begins.
 
-        `reply_prefix` is the beginning of the reply, put into the model's mouth: context, never trained on.
+        `reply_prefix` is the beginning of the reply, put into the model's mouth: context, never trained on. A `note` is
+        added to the last message of the user, as a paragraph of its own.
+        Raises: EnvironmentFault where a note finds no message of the user whose content is text.
         """
-        return TokenIds(self._encode(self._render(messages)) + self._encode(reply_prefix))
+        noted = _with_note(messages, note) if note else messages
+        return TokenIds(self._encode(self._render(noted)) + self._encode(reply_prefix))
 
     def extend(self, messages_after: Sequence[Message], *, ended: bool, reply_prefix: str = "") -> TokenIds:
         """Return the ids to append after a sampled reply so that the reply to `messages_after` follows.
@@ -141,6 +145,14 @@ class ChatRenderer:
         return text[text.index(_PROBE) + len(_PROBE) :]
 
 
+def _with_note(messages: Sequence[Message], note: str) -> list[Message]:
+    place = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if place is None or not isinstance(messages[place].get("content"), str):
+        raise EnvironmentFault("a note belongs to a message of the user whose content is text, and there is none")
+    noted = {**messages[place], "content": f"{messages[place]['content']}\n\n{note}"}
+    return [*messages[:place], noted, *messages[place + 1 :]]
+
+
 def turn_from_prompt(history: Sequence[int], prompt: Sequence[int], completion: Completion) -> Turn:
     """Return the turn of a request whose whole `prompt` is known, after `history` (all ids so far, replies included).
 
@@ -153,11 +165,16 @@ def turn_from_prompt(history: Sequence[int], prompt: Sequence[int], completion: 
 
 
 def build_segments(
-    turns: Iterable[Turn], *, end_token_ids: Collection[int], vocab_size: int | None = None
+    turns: Iterable[Turn],
+    *,
+    end_token_ids: Collection[int],
+    vocab_size: int | None = None,
+    teacher_prompt_token_ids: TokenIds | None = None,
 ) -> tuple[Segment, ...]:
     """Return the segments of an episode: turns are joined until one says that it starts a new segment.
 
-    An end token that the engine forced at the limit on tokens stays in the sequence, and is not trained on.
+    An end token that the engine forced at the limit on tokens stays in the sequence, and is not trained on. The
+    teacher's prompt is that of the first segment: what later ones begin with was rewritten by whoever started them.
     Raises: EnvironmentFault naming the turn and token where a completion contradicts itself: lengths, spans that do not
     cover the tokens, a log-prob that is not finite or above 0 (rounding up to 1e-5 is taken as 0), an id out of range.
     """
@@ -166,7 +183,10 @@ def build_segments(
         if turn.starts_segment or not parts:
             parts.append([])
         parts[-1].append((number, turn))
-    return tuple(_join(part, end_token_ids, vocab_size) for part in parts)
+    segments = [_join(part, end_token_ids, vocab_size) for part in parts]
+    if segments and teacher_prompt_token_ids is not None:
+        segments[0] = replace(segments[0], teacher_prompt_token_ids=teacher_prompt_token_ids)
+    return tuple(segments)
 
 
 def _join(part: list[tuple[int, Turn]], end_token_ids: Collection[int], vocab_size: int | None) -> Segment:

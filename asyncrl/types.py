@@ -120,6 +120,9 @@ class Segment:
     """Cover exactly the tokens whose `loss_mask` is 1."""
     advantages: Logprobs | None = None
     """[L] float32, per-token credit that overrides the trainer's, or None."""
+    teacher_prompt_token_ids: TokenIds | None = None
+    """What a teacher reads in place of the tokens before the first sampled one: the prompt with the answer in it, say.
+    All that follows, later turns included, it reads as it is. None: it reads what the policy read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

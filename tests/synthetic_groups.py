@@ -14,6 +14,7 @@ def make_segment(
     *,
     version: int = 0,
     logprob: float = -5.0,
+    teacher_prompt: Sequence[int] | None = None,
 ) -> Segment:
     """Return prompt, then (completion, environment's answer) of each turn; completions are trained on."""
     tokens, mask, spans = list(prompt), [0] * len(prompt), []
@@ -27,6 +28,7 @@ def make_segment(
         loss_mask=bytes(mask),
         behaviour_logprobs=Logprobs([logprob * m for m in mask]),
         spans=tuple(spans),
+        teacher_prompt_token_ids=None if teacher_prompt is None else TokenIds(teacher_prompt),
     )
 
 

@@ -274,6 +274,20 @@ def test_without_a_prefix_the_model_answers_as_it_likes(renderer: ChatRenderer, 
     assert not prompt.rstrip().endswith("```python"), "nothing is put into the model's mouth"
 
 
+@pytest.mark.slow
+def test_a_teacher_reads_the_solution_where_that_is_asked_for(renderer: ChatRenderer, tmp_path: Path) -> None:
+    def script(task: Task) -> Callable[[str, int], str]:
+        return lambda trajectory_id, turn: fenced(task.data["reference"])
+
+    task = build_task(TEMPLATES["add"], 0, seed=0)
+    (trajectory,) = play(renderer, tmp_path, script, teacher_prompts=True)
+    told = trajectory.segments[0].teacher_prompt_token_ids
+    assert told is not None
+    wanted = f"{prompt(task.data)}\n\nThis is correct:\n```python\n{task.data['reference'].strip()}\n```"
+    assert wanted in renderer.decode(told)
+    assert renderer.decode(told).endswith("```python\n"), "the reply begins for the teacher as for the policy"
+
+
 def _prompt(trajectory: Trajectory) -> tuple[Sequence[int], bytes]:
     segment = trajectory.segments[0]
     return segment.token_ids, segment.loss_mask

@@ -48,8 +48,8 @@ class Guess(MultiTurnEnvironment):
 
     def __post_init__(self) -> None:
         tasks = TaskSource(lambda epoch: [TASK], seed=0)
-        super().__init__(renderer=self.renderer, tasks=tasks, settings=self.settings)
         self.name = "guess"
+        super().__init__(renderer=self.renderer, tasks=tasks, settings=self.settings)
         self.started = 0
 
     def start(self, episode: Episode) -> Sequence[Message]:
@@ -131,6 +131,32 @@ def test_prefix_and_stop_tokens_of_an_environment_reach_the_sampler(renderer: Ch
     assert seen[0] == "I say yes```"
     assert trajectory.segments[0].token_ids[-1] == FENCE
     assert trajectory.num_sampled_tokens == len("yes") + 1
+
+
+class Told(Guess):
+    def teacher_note(self, episode: Episode) -> str:
+        return f"{episode.task.task_id}: the word is yes."
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_teacher_is_told_the_note_and_the_policy_is_not(renderer: ChatRenderer, told: bool) -> None:
+    environment = Told(renderer, RolloutSettings(teacher_prompts=told))
+    environment.reply_prefix = "I say "
+    sampler = ScriptedSampler(renderer, lambda trajectory_id, turn: ["maybe", "yes"][turn])
+    (trajectory,) = collect(environment, sampler)
+    (segment,) = trajectory.segments
+    assert "the word" not in renderer.decode(segment.token_ids)
+    if not told:
+        assert segment.teacher_prompt_token_ids is None
+        return
+    assert segment.teacher_prompt_token_ids is not None
+    text = renderer.decode(segment.teacher_prompt_token_ids, keep_special=True)
+    assert text == "<|user|>go\n\nt: the word is yes.</s>\n<|assistant|>I say "
+
+
+def test_an_environment_without_a_note_refuses_to_tell_one(renderer: ChatRenderer) -> None:
+    with pytest.raises(ConfigError, match="teacher_prompts must be false: environment 'guess' has no note"):
+        Guess(renderer, RolloutSettings(teacher_prompts=True))
 
 
 def test_turns_used_up_are_graded_as_they_stand(renderer: ChatRenderer) -> None:

@@ -32,6 +32,16 @@ def test_a_prompt_ends_where_the_reply_begins(renderer: ChatRenderer) -> None:
     assert renderer.decode(prefixed, keep_special=True) == text + "```python\n"
 
 
+def test_a_note_is_a_paragraph_of_the_users_last_message_and_changes_nothing_else(renderer: ChatRenderer) -> None:
+    messages = [*USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+    noted = renderer.decode(renderer.start(messages, reply_prefix="So ", note="It is 4."), keep_special=True)
+    plain = renderer.decode(renderer.start(messages, reply_prefix="So "), keep_special=True)
+    assert noted == plain.replace("and?", "and?\n\nIt is 4.")
+    assert messages[-1]["content"] == "and?"
+    with pytest.raises(EnvironmentFault, match="a note belongs to a message of the user"):
+        renderer.start([{"role": "system", "content": "hi"}], note="It is 4.")
+
+
 def test_special_tokens_are_left_out_of_text_unless_asked_for(renderer: ChatRenderer) -> None:
     ids = [*b"ok", END]
     assert renderer.decode(ids) == "ok"
@@ -131,6 +141,16 @@ def test_a_rewritten_history_is_a_new_segment() -> None:
     segments = build_segments(turns, end_token_ids={END})
     assert [list(segment.token_ids) for segment in segments] == [[1, 2, 3, END], [1, 2, 3, 4, 9, 8]]
     assert [list(segment.loss_mask) for segment in segments] == [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
+
+
+def test_a_teachers_prompt_is_that_of_the_first_segment() -> None:
+    turns = [
+        Turn(context_token_ids=TokenIds([1]), completion=completion([2])),
+        Turn(context_token_ids=TokenIds([3]), completion=completion([4]), starts_segment=True),
+    ]
+    told = build_segments(turns, end_token_ids={END}, teacher_prompt_token_ids=TokenIds([7, 8]))
+    assert [s.teacher_prompt_token_ids for s in told] == [TokenIds([7, 8]), None]
+    assert [s.token_ids for s in told] == [s.token_ids for s in build_segments(turns, end_token_ids={END})]
 
 
 def test_a_forced_end_token_stays_in_the_sequence_and_is_not_trained_on() -> None:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from asyncrl.environments.bugfix_tasks import HARD, HELD_OUT, TEMPLATES, build_task
-from asyncrl.environments.replies import extract_code
+from asyncrl.environments.replies import extract_code, solution_note
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import SandboxBackend, SandboxLimits
 from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -109,6 +109,10 @@ class BugFixEnvironment(MultiTurnEnvironment):
         episode.extras["wall"] = self._sandboxes.wall
         user: Message = {"role": "user", "content": prompt(episode.task.data)}
         return [{"role": "system", "content": self.settings.system}, user] if self.settings.system else [user]
+
+    def teacher_note(self, episode: Episode) -> str:
+        """Return the reference solution, as a teacher is told it."""
+        return solution_note(episode.task.data["reference"])
 
     async def step(self, episode: Episode, text: str) -> StepOutcome:
         """Run the visible examples, and answer with the first that fails."""

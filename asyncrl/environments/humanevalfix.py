@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.environments.replies import extract_code
+from asyncrl.environments.replies import extract_code, solution_note
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import ExecResult, Outcome, SandboxBackend, SandboxLimits
 from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -87,6 +87,10 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
         data = episode.task.data
         asked = f"Fix the bug in {data['function']}. {data['instruction']}\n```python\n{data['source'].strip()}\n```"
         return [{"role": "user", "content": asked}]
+
+    def teacher_note(self, episode: Episode) -> str:
+        """Return the file's canonical solution, as a teacher is told it."""
+        return solution_note(episode.task.data["reference"])
 
     async def step(self, episode: Episode, text: str) -> StepOutcome:
         """Run the docstring's examples, and answer with the error that they raise."""

@@ -1,4 +1,4 @@
-"""Reads the agent's code out of its reply."""
+"""Reads the agent's code out of its reply, and says to a teacher what a good one holds."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def extract_code(text: str, function: str) -> str | None:
         if code is not None:
             return code
     return None
+
+
+def solution_note(reference: str) -> str:
+    """Return the words in which a teacher is told the solution `reference`."""
+    return f"This is correct:\n```python\n{reference.strip()}\n```"
 
 
 def _definitions(block: str, function: str) -> str | None:
