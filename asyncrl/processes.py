@@ -23,9 +23,9 @@ from asyncrl import wire
 from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config, to_table
-from asyncrl.engines import EnginePool, VLLMEngine, command, free_port
+from asyncrl.engine_processes import open_engines
 from asyncrl.environments import load_environment
-from asyncrl.errors import BoundaryError, ConfigError, EngineError, LearnerError, SandboxError
+from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
 from asyncrl.protocols import Environment, Sampler, SandboxBackend, StepResult
 from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
@@ -123,7 +123,7 @@ async def open_parts(
         children: dict[Child, type[BoundaryError]] = {}
         environment = await _open_environment(config, directory, renderer, stack, say)
         say("starting the engine and the learner")
-        pool = await _open_engines(config, directory, renderer, model, run_id, version, stack, children)
+        pool = await open_engines(config, directory, renderer, model, run_id, version, stack, children)
         learner = await _start_learner(config, directory, checkpoint, run_id, stack, children)
         async with _watched(children):
             async with trio.open_nursery() as starting:
@@ -144,7 +144,7 @@ async def open_evaluation(
         children: dict[Child, type[BoundaryError]] = {}
         environment = await _open_environment(config, directory, renderer, stack, say)
         say("starting the engine")
-        pool = await _open_engines(config, directory, renderer, model, "evaluation", 0, stack, children)
+        pool = await open_engines(config, directory, renderer, model, "evaluation", 0, stack, children)
         async with _watched(children):
             await pool.wait_healthy(config.engine.start_timeout_s)
             yield environment, pool
@@ -199,59 +199,6 @@ async def _open_environment(
     environment = load_environment(config.environment, renderer=renderer, sandboxes=sandboxes, seed=config.run.seed)
     stack.push_async_callback(environment.aclose)
     return environment
-
-
-async def _open_engines(
-    config: Config,
-    directory: RunDirectory,
-    renderer: ChatRenderer,
-    model: Path,
-    run_id: str,
-    version: PolicyVersion,
-    stack: AsyncExitStack,
-    children: dict[Child, type[BoundaryError]],
-) -> EnginePool:
-    """Start the vLLM server, unless servers elsewhere are named, and return the clients. They do not answer yet."""
-    urls = config.engine.urls
-    if not urls:
-        child, url = await _start_engine(config, directory, model, stack)
-        urls, children[child] = (url,), EngineError
-    pool = _connect_engines(config, renderer, urls, run_id, version)
-    stack.push_async_callback(pool.aclose)
-    return pool
-
-
-async def _start_engine(
-    config: Config, directory: RunDirectory, model: Path, stack: AsyncExitStack
-) -> tuple[Child, str]:
-    """Start a vLLM server; return it and its URL. It does not answer yet."""
-    port = config.engine.port or free_port()
-    argv, environment = command(config.engine, str(model), port, seed=config.run.seed)
-    if config.engine.niceness:
-        argv = ["nice", "-n", str(config.engine.niceness), *argv]
-    log_path = directory.logs / "engine-0.log"
-    child = await stack.enter_async_context(start_child("engine 0", argv, environment=environment, log_path=log_path))
-    return child, f"http://127.0.0.1:{port}"
-
-
-def _connect_engines(
-    config: Config, renderer: ChatRenderer, urls: Sequence[str], run_id: str, version: PolicyVersion
-) -> EnginePool:
-    """Return the clients of the servers at `urls`."""
-    return EnginePool(
-        [
-            VLLMEngine(
-                f"engine {index}",
-                url,
-                config.engine,
-                config.sampling,
-                end_token_ids=sorted(renderer.end_token_ids),
-                run_id=run_id,
-                version=version,
-            )
-            for index, url in enumerate(urls)
-        ]
-    )
 
 
 async def _start_learner(

@@ -23,6 +23,7 @@ LAYERS = (
         "asyncrl.preflight",
         "asyncrl.run_directory",
         "asyncrl.processes",
+        "asyncrl.engine_processes",
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",
