@@ -62,7 +62,18 @@ class ChatRenderer:
             self._template = _jinja_environment().from_string(template)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
-        self._after_reply([{"role": "user", "content": "probe"}])
+        closing = self._encode(self._after_reply([{"role": "user", "content": "probe"}]))
+        self._reply_end = next((token_id for token_id in closing if token_id in self.end_token_ids), None)
+
+    @property
+    def reply_end(self) -> int:
+        """The end token with which the template closes a reply. Raises: ConfigError where it closes with none."""
+        if self._reply_end is None:
+            raise ConfigError(
+                f"the model's chat template closes a reply with none of the model's end tokens "
+                f"{sorted(self.end_token_ids)}, so that text cannot show where to end"
+            )
+        return self._reply_end
 
     @classmethod
     def load(cls, model_directory: str | Path) -> ChatRenderer:
