@@ -10,9 +10,27 @@ from asyncrl.children import Child, start_child
 from asyncrl.configs import Config
 from asyncrl.engines import EnginePool, VLLMEngine, command, free_port
 from asyncrl.errors import BoundaryError, EngineError
+from asyncrl.protocols import SyncReport
 from asyncrl.run_directory import RunDirectory
 from asyncrl.tokens import ChatRenderer
-from asyncrl.types import PolicyVersion
+from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
+
+
+class NoEngines:
+    """Stands for the engines of a run that samples nothing. A `Sampler` and `WeightPuller`."""
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Return: there is nothing to wait for."""
+
+    async def sample(
+        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """Raise EngineError: nobody may ask."""
+        raise EngineError("this run was started without an engine, and something was sampled")
+
+    async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
+        """Return no report."""
+        return ()
 
 
 async def open_engines(

@@ -22,6 +22,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
         "Steps whose gradient norm was not finite or that had no token.",
         lambda s: s.steps_skipped,
     ),
+    (
+        "asyncrl_warm_start_steps",
+        "Optimizer steps on demonstrations, not among asyncrl_steps_total.",
+        lambda s: s.warm_start.get("steps", 0),
+    ),
+    (
+        "asyncrl_warm_start_tokens",
+        "Tokens of demonstrations that were trained on.",
+        lambda s: s.warm_start.get("tokens", 0),
+    ),
     ("asyncrl_tokens_generated", "Tokens that the engines sampled, trained on or not.", lambda s: s.tokens_generated),
     ("asyncrl_tokens_trained", "Sampled tokens that were trained on.", lambda s: s.tokens_trained),
     ("asyncrl_groups_trained", "Groups that were trained on.", lambda s: s.groups_trained),
@@ -65,7 +75,12 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("turns_mean", "asyncrl_turns", "Mean turns of an episode."),
 )
 
-PHASES = ("starting", "evaluating", "waiting for groups", "stepping", "syncing", "saving", "finished")
+_WARM_START_GAUGES: tuple[tuple[str, str, str], ...] = (
+    ("loss", "asyncrl_warm_start_loss_nats", "Loss of the last step on demonstrations, a token."),
+    ("held_out_loss", "asyncrl_warm_start_held_out_loss_nats", "Held-out demonstrations' loss, where just measured."),
+)
+
+PHASES = ("starting", "evaluating", "warm start", "waiting for groups", "stepping", "syncing", "saving", "finished")
 """What the learner's side may be doing; `asyncrl_phase` is 1 for the present one."""
 
 
@@ -86,6 +101,9 @@ class RunCollector(Collector):
         for key, name, help_text in _GAUGES:
             if key in status.last_step:
                 yield GaugeMetricFamily(name, help_text, value=status.last_step[key])
+        for key, name, help_text in _WARM_START_GAUGES:
+            if key in status.last_warm_step:
+                yield GaugeMetricFamily(name, help_text, value=status.last_warm_step[key])
         yield _labelled(
             CounterMetricFamily, "asyncrl_trajectories", "Episodes by how they ended.", "status", status.trajectories
         )

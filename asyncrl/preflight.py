@@ -11,6 +11,7 @@ from pathlib import Path
 import trio
 
 from asyncrl.configs import Config
+from asyncrl.demonstrations import Demonstrations, read_demonstrations
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.sandbox import open_backend
@@ -27,6 +28,16 @@ def preflight(config: Config) -> None:
     _check_engine(config)
     _check_shared_memory(config)
     trio.run(_check_environment, config)
+
+
+def load_demonstrations(config: Config) -> Demonstrations | None:
+    """Return what the warm start trains on, None without one. Raises ConfigError naming the file and line."""
+    settings = config.warm_start
+    if not settings.enabled:
+        return None
+    renderer = ChatRenderer.load(config.model.path)
+    longest = settings.max_tokens or config.engine.max_model_len
+    return read_demonstrations(settings.path, renderer, max_tokens=longest, too_long=settings.too_long)
 
 
 async def _check_environment(config: Config) -> None:
@@ -55,7 +66,7 @@ def check_model(path: Path) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    if config.engine.urls:
+    if config.engine.urls or not config.samples:
         return
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(

@@ -23,7 +23,8 @@ from asyncrl import wire
 from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config, to_table
-from asyncrl.engine_processes import open_engines
+from asyncrl.engine_processes import NoEngines, open_engines
+from asyncrl.engines import EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
 from asyncrl.protocols import Environment, Sampler, SandboxBackend, StepResult
@@ -31,7 +32,7 @@ from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
 from asyncrl.sandbox import open_backend, self_test
 from asyncrl.tokens import ChatRenderer
-from asyncrl.types import Group, PolicyVersion, WeightManifest
+from asyncrl.types import Group, PolicyVersion, Segment, WeightManifest
 from asyncrl.weight_sync.stale import SHARED_MEMORY_DIRECTORY, remove_stale
 
 _DEATH_SEEN_S = 3.0  # from a child's death to its keeper's end: the keeper ends the child's family first
@@ -56,6 +57,18 @@ class LearnerProcess:
         """See `protocols.Learner`."""
         reply: wire.StepReply = await self._ask(wire.StepRequest(groups=list(groups)), wire.StepReply)
         return reply.result
+
+    async def supervised_step(self, segments: Sequence[Segment], *, learning_rate: float) -> StepResult:
+        """See `protocols.Learner`."""
+        request = wire.SupervisedStepRequest(segments=list(segments), learning_rate=learning_rate)
+        reply: wire.StepReply = await self._ask(request, wire.StepReply)
+        return reply.result
+
+    async def supervised_loss(self, segments: Sequence[Segment]) -> float:
+        """See `protocols.Learner`."""
+        request = wire.SupervisedLossRequest(segments=list(segments))
+        reply: wire.SupervisedLossReply = await self._ask(request, wire.SupervisedLossReply)
+        return reply.loss
 
     async def publish(self) -> WeightManifest:
         """See `protocols.Learner`."""
@@ -122,14 +135,16 @@ async def open_parts(
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
         environment = await _open_environment(config, directory, renderer, stack, say)
-        say("starting the engine and the learner")
-        pool = await open_engines(config, directory, renderer, model, run_id, version, stack, children)
+        say("starting the engine and the learner" if config.samples else "starting the learner")
+        pool: EnginePool | NoEngines = NoEngines()
+        if config.samples:
+            pool = await open_engines(config, directory, renderer, model, run_id, version, stack, children)
         learner = await _start_learner(config, directory, checkpoint, run_id, stack, children)
         async with _watched(children):
             async with trio.open_nursery() as starting:
                 starting.start_soon(pool.wait_healthy, config.engine.start_timeout_s)
                 starting.start_soon(learner.wait_ready, version)
-            if config.engine.urls:  # servers that ran before hold whatever they held
+            if config.samples and config.engine.urls:  # servers that ran before hold whatever they held
                 await pool.pull_all(await learner.publish())
             yield Parts(environment=environment, sampler=pool, learner=learner, engines=pool)
         await learner.shut_down()

@@ -5,7 +5,7 @@ rich draws (and refreshes from its own thread); curses was rejected because it t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -30,6 +30,16 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("sync s", "sync_seconds", "{:.2f}"),
     ("time", "seconds", "{:.0f} s"),
 )
+_WARM_START_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("warm start step", "step", "{:.0f}"),
+    ("of", "num_steps", "{:.0f}"),
+    ("loss", "loss", "{:.3f}"),
+    ("held-out perplexity", "held_out_perplexity", "{:.3f}"),
+    ("tokens", "tokens_trained", "{:.0f}"),
+    ("grad", "grad_norm", "{:.2f}"),
+    ("learner tok/s", "tokens_per_second", "{:.0f}"),
+    ("time", "seconds", "{:.0f} s"),
+)
 _SHOWN_STEPS = 8
 
 
@@ -41,6 +51,7 @@ class Progress:
         self._title = title
         self._max_steps = max_steps
         self._rows: list[Mapping[str, float]] = []
+        self._warm_start_rows: list[Mapping[str, float]] = []
         self._run: Run | None = None
         self.note = "starting"
         """What is going on besides the run's steps; empty for nothing."""
@@ -65,10 +76,18 @@ class Progress:
             self._console.print(note, highlight=False)
 
     def step(self, record: Mapping[str, float]) -> None:
-        """Show one more step."""
+        """Show one more step on rollouts."""
         self._rows.append(record)
+        self._print(record, _COLUMNS)
+
+    def warm_step(self, record: Mapping[str, float]) -> None:
+        """Show one more step on demonstrations."""
+        self._warm_start_rows.append(record)
+        self._print(record, _WARM_START_COLUMNS)
+
+    def _print(self, record: Mapping[str, float], columns: Sequence[tuple[str, str, str]]) -> None:
         if not self._console.is_terminal:
-            cells = (f"{title} {text.format(record[key])}" for title, key, text in _COLUMNS if key in record)
+            cells = (f"{title} {text.format(record[key])}" for title, key, text in columns if key in record)
             self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
 
     def evaluation(self, result: EvaluationResult) -> None:
@@ -82,12 +101,21 @@ class Progress:
     def _render(self) -> RenderableType:
         if self._run is None:
             return Text(f"{self._title}: {self.note} ...")
-        table = Table(title=f"{self._title}, {self._run.status.steps} of at most {self._max_steps} steps", box=None)
-        for title, _, _ in _COLUMNS:
-            table.add_column(title, justify="right")
-        for record in self._rows[-_SHOWN_STEPS:]:
-            table.add_row(*(text.format(record[key]) if key in record else "" for _, key, text in _COLUMNS))
+        title = f"{self._title}, {self._run.status.steps} of at most {self._max_steps} steps"
+        if self._warm_start_rows and not self._rows:
+            table = _table(f"{self._title}, warm start", self._warm_start_rows, _WARM_START_COLUMNS)
+        else:
+            table = _table(title, self._rows, _COLUMNS)
         return Group(table, Text(moment(self._run)), *([Text(self.note)] if self.note else []))
+
+
+def _table(title: str, rows: Sequence[Mapping[str, float]], columns: Sequence[tuple[str, str, str]]) -> Table:
+    table = Table(title=title, box=None)
+    for name, _, _ in columns:
+        table.add_column(name, justify="right")
+    for record in rows[-_SHOWN_STEPS:]:
+        table.add_row(*(text.format(record[key]) if key in record else "" for _, key, text in columns))
+    return table
 
 
 def moment(run: Run) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds, Trajectory, WeightManifest
+from asyncrl.types import Completion, Group, PolicyVersion, Segment, Task, TokenIds, Trajectory, WeightManifest
 
 # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -196,6 +196,17 @@ class Learner(Protocol):
 
     async def step(self, groups: Sequence[Group]) -> StepResult:
         """Take one optimizer step. Raises: LearnerError."""
+        ...
+
+    async def supervised_step(self, segments: Sequence[Segment], *, learning_rate: float) -> StepResult:
+        """Take one optimizer step that raises the likelihood of the segments' masked tokens; the version counts it.
+
+        Metrics: loss (nats a token, before the step), tokens_trained, grad_norm, learning_rate. Raises: LearnerError.
+        """
+        ...
+
+    async def supervised_loss(self, segments: Sequence[Segment]) -> float:
+        """Return the mean of -logp over the segments' masked tokens, in nats; nothing is learned."""
         ...
 
     async def publish(self) -> WeightManifest:

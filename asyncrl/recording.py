@@ -14,7 +14,10 @@ from asyncrl.protocols import StepResult
 from asyncrl.run import Run
 from asyncrl.run_directory import RunDirectory
 from asyncrl.status import EvaluationResult, RunStatus
-from asyncrl.types import Group, TokenIds
+from asyncrl.types import Group, PolicyVersion, TokenIds
+
+WARM_START = "warm_start"
+"""The `phase` of a line of metrics.jsonl that is about demonstrations; the others say "rollouts"."""
 
 _KEPT_SPIKES = 8  # largest token ratios of a step that are written down; all 64 would be 1 MB in 100 steps
 
@@ -26,15 +29,16 @@ class RunRecorder:
     """
 
     def __init__(
-        self, directory: RunDirectory, progress: Progress, decode: Callable[[TokenIds], str], *, first_step: int
+        self, directory: RunDirectory, progress: Progress, decode: Callable[[TokenIds], str], *, version: PolicyVersion
     ) -> None:
+        """`version` is that of the checkpoint which the run goes on from, or 0."""
         self._directory = directory
         self._progress = progress
         self._decode = decode
         self._run: Run | None = None
         self._generated = (0.0, 0.0)
         for path in (directory.metrics, directory.spikes):
-            _cut_back(path, first_step)
+            _cut_back(path, version)
         directory.summary.unlink(missing_ok=True)  # of before a resume: it must not speak for what follows
 
     def watch(self, run: Run) -> None:
@@ -67,14 +71,23 @@ class RunRecorder:
         before_s, before = self._generated
         rate = (generated - before) / max(seconds - before_s, 1e-9)
         self._generated = (seconds, generated)
-        line = {**record, "generated_tokens_per_second": rate, "time": time.time()}
-        with self._directory.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        line = {**record, "generated_tokens_per_second": rate}
+        self._append_metrics(line, phase="rollouts")
         spikes = {"step": record["step"], "version": record["version"], "top": list(result.top_ratios)[:_KEPT_SPIKES]}
         with self._directory.spikes.open("a", encoding="utf-8") as file:
             file.write(json.dumps(spikes) + "\n")
         self._progress.step(line)
         self._write_status()
+
+    def warm_step(self, record: Mapping[str, float]) -> None:
+        """Append the line of a step on demonstrations and show it."""
+        self._append_metrics(record, phase=WARM_START)
+        self._progress.warm_step(record)
+        self._write_status()
+
+    def _append_metrics(self, record: Mapping[str, float], *, phase: str) -> None:
+        with self._directory.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"phase": phase, **record, "time": time.time()}) + "\n")
 
     def phase(self) -> None:
         """Write down what the run does now."""
@@ -116,6 +129,7 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
     measured = status.evaluations
     evaluation = {
         "before": next((r.solve_rate for r in measured if r.version == 0), None),
+        "after_warm_start": next((r.solve_rate for r in measured if r.version == status.warm_start.get("steps")), None),
         "after": next((r.solve_rate for r in reversed(measured) if r.version == status.version > 0), None),
         "tasks": measured[0].num_tasks if measured else 0,
         "samples": measured[-1].num_samples if measured else 0,
@@ -124,6 +138,7 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
     return {
         "steps": status.steps,
         "policy_version": status.version,
+        "warm_start": dict(status.warm_start),
         "wall_seconds": wall_seconds,
         "training_seconds": seconds,
         "tokens_generated": status.tokens_generated,
@@ -143,8 +158,13 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
 
 
 def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
-    """Return the steps that were written; a torn last line, of a run that was killed or still writes, is left out."""
-    return _read_lines(directory.metrics)
+    """Return the steps on rollouts; a torn last line, of a run that was killed or still writes, is left out."""
+    return [line for line in _read_lines(directory.metrics) if line.get("phase") != WARM_START]
+
+
+def read_warm_start(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return the steps on demonstrations, as `read_metrics` does."""
+    return [line for line in _read_lines(directory.metrics) if line.get("phase") == WARM_START]
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -153,11 +173,11 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def _cut_back(path: Path, first_step: int) -> None:
-    """Leave only the lines of steps before `first_step`, in one replacement: a kill here loses nothing."""
+def _cut_back(path: Path, version: PolicyVersion) -> None:
+    """Leave only the lines of steps up to `version`, in one replacement: a kill here loses nothing."""
     if not path.exists():
         return
     partial = path.with_suffix(".tmp")
-    kept = (line for line in _read_lines(path) if line["step"] < first_step)
+    kept = (line for line in _read_lines(path) if line["version"] <= version)
     partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     partial.replace(path)

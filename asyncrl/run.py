@@ -2,6 +2,8 @@
 
     tasks -> gate -> rollout of a group -> buffer -> learner step v -> v+1 -> engines pull v+1 -> slots are freed
 
+Before it goes the warm start, where there is one (`asyncrl.warm_start`): steps on demonstrations, then one sync.
+
 One nursery holds the rollouts and the admission; the learner's side runs beside it. This file knows no process, file
 or clock: everything it drives is a `Parts`, real (`asyncrl.processes`) or simulated (`asyncrl.testing`).
 """
@@ -23,6 +25,7 @@ from asyncrl.evaluation import evaluate, is_solved
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
 from asyncrl.status import EvaluationResult, RunStatus
 from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds
+from asyncrl.warm_start import WarmStart
 
 _MAX_FAILED_GROUPS = 3  # this many groups in a row without one usable episode: the environment is broken, stop
 
@@ -46,6 +49,10 @@ class Recorder(Protocol):
 
     def step(self, record: Mapping[str, float], result: StepResult) -> None:
         """Note an optimizer step, after its weights are in the engines."""
+        ...
+
+    def warm_step(self, record: Mapping[str, float]) -> None:
+        """Note an optimizer step on demonstrations."""
         ...
 
     def evaluation(self, result: EvaluationResult) -> None:
@@ -82,6 +89,7 @@ class Run:
         checkpoints: CheckpointStore,
         status: RunStatus,
         stop: trio.Event,
+        warm_start: WarmStart | None = None,
         resume_from: Checkpoint | None = None,
     ) -> None:
         state: Mapping[str, Any] = resume_from.state if resume_from else {}
@@ -91,6 +99,8 @@ class Run:
         self._recorder = recorder
         self._checkpoints = checkpoints
         self._stop = stop
+        self._warm_start = warm_start
+        self._warm_start_state = state.get("warm_start")
         self.status = status
         self._sampler = _CountingSampler(parts.sampler, status)
         self.gate = Gate(buffer.num_slots, first_group_id=state.get("next_group_id", 0))
@@ -110,6 +120,8 @@ class Run:
         if self._limits.evaluate_before and self.status.version == 0 and not self.status.evaluations:
             await self._evaluate()
         self._started = trio.current_time()
+        if self._warm_start is not None:
+            await self._warm_up(self._warm_start)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._admit, nursery)
             while not self._is_over():
@@ -138,9 +150,25 @@ class Run:
         return self.status.seconds_before + (trio.current_time() - self._started if self._started is not None else 0.0)
 
     def _is_over(self) -> bool:
-        return (
-            self._stop.is_set() or self.status.steps >= self._limits.steps or self.seconds >= self._limits.max_seconds
-        )
+        return self._is_cut_short() or self.status.steps >= self._limits.steps
+
+    def _is_cut_short(self) -> bool:
+        return self._stop.is_set() or self.seconds >= self._limits.max_seconds
+
+    async def _warm_up(self, warm_start: WarmStart) -> None:
+        """Train on demonstrations, bring the weights into the engines once, and measure what they have learned."""
+        every, began = self._limits.checkpoint_every_steps, warm_start.steps_done
+        while not (warm_start.is_over or self._is_cut_short()):
+            self._phase("warm start", f"step {warm_start.steps_done + 1} of {warm_start.num_steps}")
+            record = await warm_start.step(self._parts.learner) | {"seconds": self.seconds}
+            self.status.count_warm_step(record)
+            self._recorder.warm_step(record)
+            if every and (warm_start.steps_done % every == 0 or warm_start.is_over):
+                await self._save()
+        if warm_start.steps_done > began and not self._stop.is_set():
+            await self._sync()
+        if self._limits.evaluate_before and self.status.steps == 0 and not self._is_over():
+            await self._evaluate()
 
     # --- rollouts ---------------------------------------------------------------------------------------------
 
@@ -215,11 +243,8 @@ class Run:
         result = await self._parts.learner.step(groups)
         times["stepped"] = trio.current_time()
         self.status.count_step(groups, result, staleness)
-        self._phase("syncing")
-        manifest = await self._parts.learner.publish()
-        reports = await self._parts.engines.pull_all(manifest)
+        reports = await self._sync()
         times["synced"] = trio.current_time()
-        self._check_sync(reports)
         self.gate.release([group.group_id for group in groups])
         for group in groups:
             del self._open_tasks[group.group_id]
@@ -242,7 +267,10 @@ class Run:
                 )
         return max((version - sampled for sampled in oldest.values()), default=0)
 
-    def _check_sync(self, reports: Sequence[SyncReport]) -> None:
+    async def _sync(self) -> Sequence[SyncReport]:
+        """Bring the learner's weights into every engine. Raises: WeightSyncError where one holds anything else."""
+        self._phase("syncing")
+        reports = await self._parts.engines.pull_all(await self._parts.learner.publish())
         self.status.count_sync(reports)
         for report in reports:
             if report.version != self.status.version or not report.verified:
@@ -250,6 +278,7 @@ class Run:
                     f"engine {report.engine} holds version {report.version} (verified: {report.verified}) after the "
                     f"sync of version {self.status.version}"
                 )
+        return reports
 
     def _record(
         self,
@@ -294,6 +323,7 @@ class Run:
         return {
             "counters": counters,
             "environment": self._parts.environment.state(),
+            "warm_start": self._warm_start.state() if self._warm_start else self._warm_start_state,
             "next_group_id": self.gate.next_group_id,
             "open_tasks": [asdict(task) for task in [*self._open_tasks.values(), *self._redraw]],
         }

@@ -35,9 +35,12 @@ class RunStatus:
 
     version: PolicyVersion = 0
     steps: int = 0
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps on rollouts in the whole run, those before a resume included."""
+    warm_start: dict[str, float] = field(default_factory=dict)
+    """Of the warm start so far: steps, tokens, and the held-out perplexity before and after (where measured)."""
     phase: str = "starting"
-    """What the learner's side does: starting, evaluating, waiting for groups, stepping, syncing, saving, finished."""
+    """What the learner's side does: starting, evaluating, warm start, waiting for groups, stepping, syncing, saving,
+    finished."""
     waiting_for: str = ""
     """Who is waited for, in words; empty when nobody waits."""
     tokens_generated: int = 0
@@ -55,6 +58,7 @@ class RunStatus:
     """reason -> groups that were generated and not trained on."""
     evaluations: list[EvaluationResult] = field(default_factory=list)
     last_step: Mapping[str, float] = field(default_factory=dict)
+    last_warm_step: Mapping[str, float] = field(default_factory=dict)
     seconds_before: float = 0.0
     """Of training, in the processes that this run resumed."""
 
@@ -77,10 +81,21 @@ class RunStatus:
         ratio = result.metrics.get("importance_ratio_max", 0.0)
         self.max_importance_ratio = max(self.max_importance_ratio, ratio)
 
+    def count_warm_step(self, record: Mapping[str, float]) -> None:
+        """Count one optimizer step on demonstrations."""
+        self.version = int(record["version"])
+        self.steps_skipped += not record["stepped"]
+        tokens = self.warm_start.get("tokens", 0) + record.get("tokens_trained", 0)
+        self.warm_start |= {"steps": record["step"], "tokens": tokens}
+        for name, key in (("before", "held_out_perplexity_before"), ("after", "held_out_perplexity")):
+            if key in record:
+                self.warm_start[f"held_out_perplexity_{name}"] = record[key]
+        self.last_warm_step = record
+
     def count_sync(self, reports: Sequence[SyncReport]) -> None:
         """Count one version's way into the engines; it is verified when every engine's digest agreed."""
-        self.weight_syncs += 1
-        self.weight_syncs_verified += all(report.verified for report in reports)
+        self.weight_syncs += bool(reports)
+        self.weight_syncs_verified += bool(reports) and all(report.verified for report in reports)
         self.generation_stall_seconds += max((report.stall_seconds for report in reports), default=0.0)
 
     def counters(self) -> dict[str, Any]:
@@ -92,7 +107,7 @@ class RunStatus:
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from what `counters` returned."""
         for name in _KEPT:
-            value = counters[name]
+            value = counters.get(name, getattr(self, name))
             setattr(self, name, Counter(value) if isinstance(getattr(self, name), Counter) else value)
         self.evaluations = [EvaluationResult(**result) for result in counters["evaluations"]]
 
@@ -100,6 +115,7 @@ class RunStatus:
 _KEPT = (
     "version",
     "steps",
+    "warm_start",
     "tokens_generated",
     "tokens_trained",
     "groups_trained",

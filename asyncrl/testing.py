@@ -113,17 +113,37 @@ class FakeLearner:
         self._run_id = run_id
         self.version = version
         self.trained: list[Group] = []
+        self.demonstrated: list[Segment] = []
         self.dead = False
+        self.dies_after: int | None = None
+        """Version in which it dies, or None."""
 
     async def step(self, groups: Sequence[Group]) -> StepResult:
         """Take the step time and advance the version."""
         await trio.sleep(self._rates.step_s)
-        if self.dead:
+        if self.dead or self.version == self.dies_after:
             raise LearnerError("fake learner was ended by signal 9")
         self.trained += groups
         self.version += 1
         trained = sum(t.num_sampled_tokens for g in groups for t in g.trajectories if t.reward is not None)
         return StepResult(version=self.version, metrics={"tokens_trained": trained, "importance_ratio_max": 1.0})
+
+    async def supervised_step(self, segments: Sequence[Segment], *, learning_rate: float) -> StepResult:
+        """Take the step time and advance the version."""
+        loss = await self.supervised_loss(segments)
+        await trio.sleep(self._rates.step_s)
+        if self.dead or self.version == self.dies_after:
+            raise LearnerError("fake learner was ended by signal 9")
+        self.demonstrated += segments
+        self.version += 1
+        trained = sum(sum(segment.loss_mask) for segment in segments)
+        metrics = {"loss": loss, "tokens_trained": trained, "grad_norm": 1.0, "learning_rate": learning_rate}
+        return StepResult(version=self.version, metrics=metrics)
+
+    async def supervised_loss(self, segments: Sequence[Segment]) -> float:
+        """Return a loss that falls with every version."""
+        await trio.lowlevel.checkpoint()
+        return 5.0 / (1 + self.version)
 
     async def publish(self) -> WeightManifest:
         """Return a manifest of one small tensor."""
@@ -232,6 +252,7 @@ class MemoryRecorder:
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self.steps: list[Mapping[str, float]] = []
+        self.warm_steps: list[Mapping[str, float]] = []
         self.evaluations: list[Any] = []
 
     def group(self, group: Group) -> None:
@@ -241,6 +262,10 @@ class MemoryRecorder:
     def step(self, record: Mapping[str, float], result: StepResult) -> None:
         """Keep a step's record."""
         self.steps.append(record)
+
+    def warm_step(self, record: Mapping[str, float]) -> None:
+        """Keep the record of a step on demonstrations."""
+        self.warm_steps.append(record)
 
     def evaluation(self, result: Any) -> None:
         """Keep a measurement."""

@@ -15,7 +15,7 @@ import msgspec
 import trio
 
 from asyncrl.protocols import StepResult
-from asyncrl.types import Group, Logprobs, PolicyVersion, TokenIds, WeightManifest
+from asyncrl.types import Group, Logprobs, PolicyVersion, Segment, TokenIds, WeightManifest
 
 _HEADER = struct.Struct("!Q")
 _MAX_FRAME_BYTES = 2**32  # a batch of 10^8 tokens is 0.9 GB; anything larger is a stream out of step
@@ -38,6 +38,25 @@ class StepRequest(Message, frozen=True, kw_only=True):
 
     groups: list[Group]
     learning_rate_scale: float = 1.0
+
+
+class SupervisedStepRequest(Message, frozen=True, kw_only=True):
+    """Take one optimizer step on demonstrations; answered by a StepReply."""
+
+    segments: list[Segment]
+    learning_rate: float
+
+
+class SupervisedLossRequest(Message, frozen=True, kw_only=True):
+    """Measure demonstrations, and learn nothing."""
+
+    segments: list[Segment]
+
+
+class SupervisedLossReply(Message, frozen=True, kw_only=True):
+    """The mean of -logp over the masked tokens, in nats."""
+
+    loss: float
 
 
 class StepReply(Message, frozen=True, kw_only=True):
@@ -83,8 +102,8 @@ class Failure(Message, frozen=True, kw_only=True):
     message: str
 
 
-Request = StepRequest | PublishRequest | SaveRequest | ShutdownRequest
-Reply = Hello | StepReply | PublishReply | SaveReply | ShutdownReply | Failure
+Request = StepRequest | SupervisedStepRequest | SupervisedLossRequest | PublishRequest | SaveRequest | ShutdownRequest
+Reply = Hello | StepReply | SupervisedLossReply | PublishReply | SaveReply | ShutdownReply | Failure
 
 
 def _encode_array(value: Any) -> bytes:

@@ -16,6 +16,7 @@ from asyncrl.environments import EnvironmentSettings, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.sandbox import SandboxSettings
+from asyncrl.warm_start import WarmStartSettings
 from asyncrl.weight_sync.settings import WeightSyncSettings
 
 
@@ -29,7 +30,7 @@ class RunSettings:
     seed: int = 0
     """Of task order, sampling and the learner; concurrent rollouts are not reproducible token by token."""
     steps: int = 100
-    """Optimizer steps after which the run ends."""
+    """Optimizer steps on rollouts after which the run ends; 0, with a warm start, trains on demonstrations alone."""
     max_minutes: float = 0.0
     """Training time after which no new step starts; 0 is no limit."""
     checkpoint_every_steps: int = 25
@@ -39,7 +40,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
-        for name, least in (("steps", 1), ("max_minutes", 0), ("checkpoint_every_steps", 0), ("keep_checkpoints", 1)):
+        for name, least in (("steps", 0), ("max_minutes", 0), ("checkpoint_every_steps", 0), ("keep_checkpoints", 1)):
             if not getattr(self, name) >= least:  # so that NaN is refused too
                 raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)} ([run])")
         if not self.name or "/" in self.name:
@@ -97,6 +98,7 @@ class Config:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
+    warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -106,6 +108,7 @@ class Config:
         """Refuse settings of different parts that contradict each other."""
         if self.engine.port and self.engine.port == self.metrics.port:
             raise ConfigError(f"port {self.engine.port} cannot be both [engine]'s and [metrics]'s")
+        self._check_warm_start()
         longest = getattr(resolve_options(self.environment), "max_episode_tokens", 0)
         if longest > self.engine.max_model_len:
             raise ConfigError(
@@ -117,6 +120,22 @@ class Config:
                 f"group_size must be >= 2 with baseline = {self.learner.baseline!r}: a group of one has no baseline "
                 f'and would never be trained on; raise group_size ([buffer]) or set baseline = "none" ([learner])'
             )
+
+    def _check_warm_start(self) -> None:
+        if self.warm_start.max_tokens > self.engine.max_model_len:
+            raise ConfigError(
+                f"max_tokens = {self.warm_start.max_tokens} ([warm_start]) must not exceed max_model_len = "
+                f"{self.engine.max_model_len} ([engine])"
+            )
+        if not self.warm_start.enabled and self.warm_start != WarmStartSettings():
+            raise ConfigError("path must be given ([warm_start])")
+        if not self.warm_start.enabled and not self.run.steps:
+            raise ConfigError("steps must be >= 1, got 0 ([run]): only a run with a [warm_start] may take none")
+
+    @property
+    def samples(self) -> bool:
+        """Whether anything is asked of an engine."""
+        return bool(self.run.steps or self.evaluation.samples)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from asyncrl.protocols import Learner, Sampler, WeightPuller
 from asyncrl.types import Completion, FinishReason, Group, PolicyVersion, TokenIds, WeightManifest
 
@@ -38,14 +40,23 @@ def _check_completion(completion: Completion, version: PolicyVersion) -> None:
 
 
 async def check_learner(learner: Learner, groups: Sequence[Group], directory: Path) -> None:
-    """Step, publish, save."""
+    """Step, learn from demonstrations, publish, save."""
     result = await learner.step(groups)
     assert result.version == 1
     trained = sum(t.num_sampled_tokens for group in groups for t in group.trajectories if t.reward is not None)
     assert result.metrics["tokens_trained"] == trained > 0
     assert result.metrics["importance_ratio_max"] > 0
+    shown = [segment for group in groups for t in group.trajectories for segment in t.segments]
+    before = await learner.supervised_loss(shown)
+    result = await learner.supervised_step(shown, learning_rate=1e-3)
+    assert result.version == 2
+    assert result.stepped
+    assert result.metrics["loss"] == pytest.approx(before, rel=1e-3)
+    assert result.metrics["tokens_trained"] == sum(sum(segment.loss_mask) for segment in shown)
+    assert result.metrics["learning_rate"] == 1e-3
+    assert await learner.supervised_loss(shown) < before
     manifest = await learner.publish()
-    assert manifest.version == 1
+    assert manifest.version == 2
     assert manifest.num_bytes > 0
     assert manifest.digest
     files = await learner.save(str(directory))

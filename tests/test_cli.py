@@ -77,7 +77,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("sampling.top_p=0.9", "top_p must be 1"),
         ("sampling.top_k=20", "top_k must be 0"),
         ("model.path=nowhere", "there is no model directory nowhere"),
-        ("run.steps=0", "steps must be >= 1, got 0"),
+        ("run.steps=0", "steps must be >= 1, got 0 ([run]): only a run with a [warm_start]"),
+        ("warm_start.path=none.jsonl", "there is no file of demonstrations none.jsonl ([warm_start])"),
+        ("warm_start.epochs=2", "path must be given ([warm_start])"),
+        ("warm_start.max_tokens=9999", "max_tokens = 9999 ([warm_start]) must not exceed"),
         ("environment.name=bugfx", "did you mean 'bugfix'"),
         ('environment.options={max_turn=3}', "did you mean 'max_turns'"),
         ("sandbox.backend=docker", "backend must be one of"),
@@ -180,6 +183,24 @@ def test_a_full_disk_is_refused(config: Path, model: Path, capsys: pytest.Captur
     assert "in /dev/shm" in _refused(capsys, "check", str(config))
 
 
+def test_check_tells_what_a_warm_start_trains_on_and_refuses_a_bad_line(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "demonstrations.jsonl"
+    lines = [{"token_ids": [1, number], "loss_mask": [0, 1]} for number in range(20)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("check", str(config), "--json", "--set", f"warm_start.path={file}")
+    assert main(arguments) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["warm start"] == "18 demonstrations in 2 steps, 2 held out"
+    alone = ("--set", "run.steps=0", "--set", "evaluation.samples=0")
+    assert main((*arguments, *alone)) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["engines"] == "none: nothing is sampled"
+    with file.open("a") as opened:
+        opened.write('{"token_ids": [1, 384], "loss_mask": [0, 1]}\n')
+    assert "demonstrations.jsonl, line 21: token 1 has id 384" in _refused(capsys, *arguments)
+
+
 def test_check_prints_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(config), "--json", "--set", "buffer.max_off_policyness=2"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -230,7 +251,8 @@ def test_a_run_is_drawn_and_an_empty_one_refused(
     picture = tmp_path / "run.svg"
     assert "holds no steps" in _refused(capsys, "plot", str(directory.path), str(picture))
     line = {"step": 1, "solve_rate": 0.5, "importance_ratio_max": 1.2, "staleness_max": 1, "step_seconds": 9.0}
-    directory.metrics.write_text("".join(json.dumps(line | {"step": step}) + "\n" for step in (1, 2, 3)))
+    lines = [line | {"step": step, "version": step} for step in (1, 2, 3)]
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["plot", str(directory.path), str(picture)]) == 0
     assert "<svg" in picture.read_text()
     assert "must end in" in _refused(capsys, "plot", str(directory.path), str(tmp_path / "run.txt"))

@@ -19,9 +19,10 @@ from typing import Any
 from asyncrl import run_directory
 from asyncrl.commands.arguments import add_config_arguments, add_rate_arguments, forecast_of, rates_of
 from asyncrl.configs import Config, dump_config, load_config, to_table
-from asyncrl.preflight import preflight
+from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.serving import listen
 from asyncrl.simulation.forecast import as_table
+from asyncrl.warm_start import WarmStart
 
 HELP = "resolve a configuration and refuse what cannot run"
 
@@ -42,10 +43,13 @@ def main(arguments: argparse.Namespace) -> int:
     preflight(config)
     run_directory.check_space(directory, config)
     listen(config.metrics.host, config.metrics.port, setting="[metrics] port").close()
+    demonstrations = load_demonstrations(config)
     plan = process_plan(config) | {"run directory": str(directory.path)}
     forecast = None
     if arguments.run is not None or arguments.rate:
         forecast = forecast_of(config, rates_of(arguments, config), steps=_STEPS)
+    if demonstrations is not None:
+        plan["warm start"] = WarmStart(demonstrations, config.warm_start).describe()
     if arguments.json:
         report = {"config": to_table(config), "plan": plan, "forecast": forecast and asdict(forecast)}
         print(json.dumps(report, indent=2))
@@ -65,6 +69,8 @@ def process_plan(config: Config) -> dict[str, Any]:
     """Return who would run where, and how much would be under way."""
     buffer = config.buffer
     engines = ", ".join(config.engine.urls) or "one vLLM server, started here"
+    if not config.samples:
+        engines = "none: nothing is sampled"
     return {
         "orchestrator": "this process",
         "learner": f"one process, loss {config.learner.loss}, {config.learner.dtype}",

@@ -64,7 +64,7 @@ def _draw(runs: Sequence[RunDirectory], picture: Path) -> None:
             values = [step.get(key, float("nan")) for step in steps]
             if key == "solve_rate":
                 values = _smooth(values)
-            (line,) = axis.plot([step["step"] for step in steps], values, label=run.path.name)
+            (line,) = axis.plot([step["version"] for step in steps], values, label=run.path.name)
             axis.set_title(title, fontsize=10)
             if key == "solve_rate":
                 _mark_evaluations(axis, run, line.get_color())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.recording import read_metrics
+from asyncrl.recording import read_metrics, read_warm_start
 from asyncrl.run_directory import RunDirectory, is_running
 
 HELP = "show what a run does now, or did"
@@ -52,7 +52,7 @@ def read_status(directory: RunDirectory) -> dict[str, Any]:
     running = is_running(directory)
     moment = _read(directory.status) or {}
     summary = None if running else _read(directory.summary)
-    steps = read_metrics(directory)
+    steps = read_metrics(directory) or read_warm_start(directory)
     return {
         "run": str(directory.path),
         "state": "running" if running else "finished" if summary else "stopped without a summary",

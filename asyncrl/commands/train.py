@@ -28,7 +28,7 @@ from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import RunCollector
-from asyncrl.preflight import preflight
+from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.processes import open_parts
 from asyncrl.progress import Progress
 from asyncrl.recording import RunRecorder
@@ -37,6 +37,7 @@ from asyncrl.run_directory import RunDirectory
 from asyncrl.serving import listen, serve
 from asyncrl.status import RunStatus
 from asyncrl.tokens import ChatRenderer
+from asyncrl.warm_start import WarmStart, is_over
 
 HELP = "train a model"
 
@@ -56,6 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     if checkpoint:
         _check_limits(config, checkpoint)
     preflight(config)
+    warm_start = _warm_start(config, checkpoint)
     run_directory.check_space(directory, config)
     console = Console(file=sys.stdout)
     with (
@@ -65,16 +67,28 @@ def main(arguments: argparse.Namespace) -> int:
         host, port = listener.getsockname()
         console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
         console.print(f"Prometheus metrics at http://{host}:{port}/metrics", highlight=False, soft_wrap=True)
+        if warm_start is not None:
+            console.print(f"warm start: {warm_start.describe()}", highlight=False, soft_wrap=True)
         if arguments.resume:
             version = f"version {checkpoint.version}" if checkpoint else "the start: it has no checkpoint yet"
             console.print(f"resuming from {version}", highlight=False)
-        return trio.run(_train, config, directory, checkpoints, checkpoint, listener, console)
+        return trio.run(_train, config, directory, checkpoints, checkpoint, warm_start, listener, console)
+
+
+def _warm_start(config: Config, checkpoint: Checkpoint | None) -> WarmStart | None:
+    """Return the warm start that is left to do. Raises ConfigError where its file cannot be trained on."""
+    state = checkpoint.state.get("warm_start") if checkpoint else None
+    if checkpoint and (state is None or is_over(state)):
+        return None  # done with, so that its file need not be there any more
+    demonstrations = load_demonstrations(config)
+    return None if demonstrations is None else WarmStart(demonstrations, config.warm_start, state=state)
 
 
 def _check_limits(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError where a resumed run would end before its first step."""
     steps, seconds = checkpoint.state["counters"]["steps"], checkpoint.state["counters"]["seconds_before"]
-    if steps >= config.run.steps:
+    warm_start = checkpoint.state.get("warm_start")
+    if steps >= config.run.steps and (warm_start is None or is_over(warm_start)):
         raise ConfigError(f"steps = {config.run.steps} are taken already: raise it to go on ([run])")
     if config.run.max_minutes and seconds >= config.run.max_minutes * 60:
         raise ConfigError(
@@ -88,6 +102,7 @@ async def _train(
     directory: RunDirectory,
     checkpoints: CheckpointStore,
     checkpoint: Checkpoint | None,
+    warm_start: WarmStart | None,
     listener: socket.socket,
     console: Console,
 ) -> int:
@@ -100,8 +115,8 @@ async def _train(
         with progress.shown(), trio.CancelScope() as scope:
             beside.start_soon(_listen_for_signals, stop, scope, progress)
             async with open_parts(config, directory, renderer, checkpoint, progress.say) as parts:
-                first_step = checkpoint.state["counters"]["steps"] + 1 if checkpoint else 1
-                recorder = RunRecorder(directory, progress, renderer.decode, first_step=first_step)
+                version = checkpoint.version if checkpoint else 0
+                recorder = RunRecorder(directory, progress, renderer.decode, version=version)
                 run = Run(
                     parts,
                     config.buffer,
@@ -110,6 +125,7 @@ async def _train(
                     checkpoints=checkpoints,
                     status=RunStatus(),
                     stop=stop,
+                    warm_start=warm_start,
                     resume_from=checkpoint,
                 )
                 progress.watch(run)
@@ -160,6 +176,8 @@ def _table(summary: dict[str, Any]) -> Table:
     if evaluation["after"] is not None:
         gain = f" ({evaluation['after'] - evaluation['before']:+.3f})" if evaluation["before"] is not None else ""
         table.add_row("held-out solve rate after", f"{evaluation['after']:.3f}{gain}")
+    if summary["warm_start"]:
+        table.add_row("warm start", _warm_start_words(summary))
     table.add_row("optimizer steps", str(summary["steps"]))
     table.add_row("time, training / in all", f"{summary['training_seconds']:.0f} / {summary['wall_seconds']:.0f} s")
     table.add_row("tokens generated / trained on", f"{summary['tokens_generated']} / {summary['tokens_trained']}")
@@ -172,3 +190,13 @@ def _table(summary: dict[str, Any]) -> Table:
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(summary["groups_dropped"].items()))
     table.add_row("groups trained on / dropped", f"{summary['groups_trained']} / {dropped or 'none'}")
     return table
+
+
+def _warm_start_words(summary: dict[str, Any]) -> str:
+    done = summary["warm_start"]
+    words = f"{done['steps']:.0f} steps, {done['tokens']:.0f} tokens"
+    if "held_out_perplexity_before" in done and "held_out_perplexity_after" in done:
+        words += f", perplexity {done['held_out_perplexity_before']:.3f} to {done['held_out_perplexity_after']:.3f}"
+    if summary["eval"]["after_warm_start"] is not None:
+        words += f", then {summary['eval']['after_warm_start']:.3f} solved"
+    return words

@@ -1,7 +1,7 @@
 """The learner's part of a checkpoint directory, fsynced file by file.
 
 model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is
-learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, updates)
+learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, counts of updates)
 
 Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no code when it is read.
 """
@@ -40,6 +40,7 @@ class LearnerState:
 
     version: PolicyVersion
     updates: int
+    warm_updates: int
     optimizer: Mapping[str, torch.Tensor]
     random: Mapping[str, torch.Tensor]
 
@@ -68,6 +69,7 @@ def save(
         _save_tensors(optimizer.state(), learner / _OPTIMIZER)
         _save_tensors(_random_state(), learner / _RANDOM)
         state = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
+        state["warm_updates"] = optimizer.warm_updates
         (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
         written = [path for folder in (model, learner) for path in sorted(folder.iterdir())]
         for path in (*written, model, learner, directory):
@@ -92,6 +94,7 @@ def load(directory: Path) -> LearnerState:
     return LearnerState(
         version=int(state["version"]),
         updates=int(state["updates"]),
+        warm_updates=int(state.get("warm_updates", 0)),
         optimizer=_load_tensors(learner / _OPTIMIZER, directory),
         random=_load_tensors(learner / _RANDOM, directory),
     )

@@ -30,6 +30,8 @@ class Optimizer:
         self._parameters = dict(parameters)
         self.updates = 0
         """Optimizer steps that changed the weights: the warmup counts these, not the skipped ones."""
+        self.warm_updates = 0
+        """Those of them that were on demonstrations, at a learning rate of their own: the warmup begins after them."""
         self.masters: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
         self._hooks = []
@@ -59,7 +61,7 @@ class Optimizer:
     def learning_rate(self, scale: float = 1.0) -> float:
         """Return the next step's learning rate, warmup included."""
         warmup = self._settings.warmup_steps
-        share = 1.0 if warmup == 0 else min(1.0, (self.updates + 1) / warmup)
+        share = 1.0 if warmup == 0 else min(1.0, (self.updates - self.warm_updates + 1) / warmup)
         return self._settings.learning_rate * share * scale
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -71,20 +73,24 @@ class Optimizer:
         norms = torch._foreach_norm(list(self._sums.values()))
         return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
 
-    def step(self, norm: float, *, scale: float = 1.0) -> None:
-        """Apply the summed gradients, whose global norm is `norm`, and empty the sums."""
+    def step(self, norm: float, *, scale: float = 1.0, learning_rate: float | None = None) -> None:
+        """Apply the summed gradients, whose global norm is `norm`, and empty the sums.
+
+        `learning_rate` is that of a step on demonstrations; None takes the schedule's, times `scale`.
+        """
         assert math.isfinite(norm)
         limit = self._settings.max_grad_norm
         if limit and norm > limit:
             torch._foreach_mul_(list(self._sums.values()), limit / norm)
         for group in self._adam.param_groups:
-            group["lr"] = self.learning_rate(scale)
+            group["lr"] = self.learning_rate(scale) if learning_rate is None else learning_rate
         for name, master in self.masters.items():
             master.grad = self._sums[name]
         self._adam.step()
         for master in self.masters.values():
             master.grad = None
         self.updates += 1
+        self.warm_updates += learning_rate is not None
         self._copy_to_model()
         self.discard()
 
@@ -104,7 +110,7 @@ class Optimizer:
                 found[f"{key}.{name}"] = value
         return found
 
-    def restore(self, state: Mapping[str, torch.Tensor], *, updates: int) -> None:
+    def restore(self, state: Mapping[str, torch.Tensor], *, updates: int, warm_updates: int = 0) -> None:
         """Go on from what `state` returned. Raises: CheckpointError naming what is missing or of another shape."""
         for name, master in self.masters.items():
             found = state.get(f"master.{name}")
@@ -120,7 +126,7 @@ class Optimizer:
                         raise CheckpointError(f"the optimizer's state: {key} of {name} is missing")
                     moments[key] = value.to(value.device if key == "step" else master.device)
                 self._adam.state[master] = moments
-        self.updates = updates
+        self.updates, self.warm_updates = updates, warm_updates
         self._copy_to_model()
 
 

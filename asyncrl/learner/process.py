@@ -25,7 +25,8 @@ from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.settings import LearnerJob, read_job
 from asyncrl.learner.step import Stepper
-from asyncrl.protocols import WeightPublisher
+from asyncrl.learner.supervised import SupervisedStepper
+from asyncrl.protocols import StepResult, WeightPublisher
 from asyncrl.weight_sync import TRANSPORTS
 
 
@@ -46,7 +47,7 @@ class Learner:
         self._model = self._load(job.model, dtype, device, checkpointing=settings.gradient_checkpointing)
         self._optimizer = Optimizer(self._model.tensors(), settings)
         if state is not None:
-            self._optimizer.restore(state.optimizer, updates=state.updates)
+            self._optimizer.restore(state.optimizer, updates=state.updates, warm_updates=state.warm_updates)
             checkpoint.restore_random_state(state.random)
         needs_reference = loss.kl_coef > 0 or loss.objective == "kl"
         self._stepper = Stepper(
@@ -57,6 +58,7 @@ class Learner:
             reference=self._load(job.model, dtype, device, frozen=True) if needs_reference else None,
             version=state.version if state else 0,
         )
+        self._supervised = SupervisedStepper(self._model, self._optimizer, settings)
         self._publisher = _publisher(job)
 
     def _load(
@@ -88,6 +90,10 @@ class Learner:
             case wire.StepRequest():
                 scale = request.learning_rate_scale
                 return wire.StepReply(result=self._stepper.step(request.groups, learning_rate_scale=scale))
+            case wire.SupervisedStepRequest():
+                return wire.StepReply(result=self._supervised_step(request))
+            case wire.SupervisedLossRequest():
+                return wire.SupervisedLossReply(loss=self._supervised.loss(request.segments))
             case wire.PublishRequest():
                 return wire.PublishReply(manifest=self._publisher.publish(self._weights(), self._stepper.version))
             case wire.SaveRequest():
@@ -96,6 +102,13 @@ class Learner:
                 self.close()
                 return wire.ShutdownReply()
         raise AssertionError(f"not a request: {request!r}")
+
+    def _supervised_step(self, request: wire.SupervisedStepRequest) -> StepResult:
+        result = self._supervised.step(
+            request.segments, learning_rate=request.learning_rate, version=self._stepper.version
+        )
+        self._stepper.version = result.version
+        return result
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return the tensors that engines load, in the dtype that the model computes with."""

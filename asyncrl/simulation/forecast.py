@@ -118,6 +118,9 @@ class _Counting:
         self.step_seconds += record["step_seconds"]
         self.sync_seconds += record["sync_seconds"]
 
+    def warm_step(self, record: Mapping[str, float]) -> None:
+        """No warm start is simulated."""
+
     def evaluation(self, result: EvaluationResult) -> None:
         """Nothing is measured."""
 

@@ -139,6 +139,19 @@ class SimulatedLearner:
         world.learner_version += 1
         return StepResult(version=world.learner_version, metrics={"tokens_trained": tokens}, stepped=stepped)
 
+    async def supervised_step(self, segments: Sequence[Segment], *, learning_rate: float) -> StepResult:
+        """Take the step's time and advance the version."""
+        world, rates = self._world, self._world.rates
+        tokens = sum(sum(segment.loss_mask) for segment in segments)
+        await trio.sleep(rates.step_overhead_s + tokens / rates.learner_tokens_per_second)
+        world.learner_version += 1
+        return StepResult(version=world.learner_version, metrics={"tokens_trained": tokens})
+
+    async def supervised_loss(self, segments: Sequence[Segment]) -> float:
+        """Return a loss that says nothing."""
+        await trio.lowlevel.checkpoint()
+        return 1.0
+
     async def publish(self) -> WeightManifest:
         """Return a manifest of one small tensor."""
         version = self._world.learner_version
