@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from random import Random
 from statistics import fmean
 from typing import Any, Protocol
 
 import trio
 
-from asyncrl.buffers import BufferSettings, Gate, WindowedFifo
+from asyncrl.buffers import BufferSettings, Gate, GroupBuffer
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.errors import EnvironmentFault, StalenessError, WeightSyncError
 from asyncrl.evaluation import evaluate, is_solved
@@ -91,7 +92,9 @@ class Run:
         stop: trio.Event,
         warm_start: WarmStart | None = None,
         resume_from: Checkpoint | None = None,
+        rng: Random | None = None,
     ) -> None:
+        """`rng` draws for the buffer's uniform order."""
         state: Mapping[str, Any] = resume_from.state if resume_from else {}
         self._parts = parts
         self._settings = buffer
@@ -104,7 +107,14 @@ class Run:
         self.status = status
         self._sampler = _CountingSampler(parts.sampler, status)
         self.gate = Gate(buffer.num_slots, first_group_id=state.get("next_group_id", 0))
-        self.buffer = WindowedFifo(window=buffer.effective_window)
+        self.buffer = GroupBuffer(
+            groups_per_step=buffer.groups_per_step,
+            max_off_policyness=buffer.max_off_policyness,
+            order=buffer.order,
+            window=buffer.effective_window,
+            version=resume_from.version if resume_from else 0,
+            rng=rng,
+        )
         self._open_tasks: dict[int, Task] = {}
         self._redraw: deque[Task] = deque(Task(**task) for task in state.get("open_tasks", ()))
         self._failed_in_a_row = 0
@@ -187,7 +197,7 @@ class Run:
         self.buffer.end_admission()
 
     async def _rollout(self, group_id: int, task: Task) -> None:
-        admitted_at, version = trio.current_time(), self.status.version
+        admitted_at, version = trio.current_time(), self.buffer.version
         trajectories = await self._parts.environment.collect_trajectories(
             task, self._sampler, group_id=str(group_id), group_size=self._settings.group_size
         )
@@ -231,7 +241,7 @@ class Run:
         with trio.move_on_after(time_left) as patience:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when, self._stop, patience)
-                groups = await self.buffer.take(self._settings.groups_per_step)
+                groups = await self.buffer.take()
                 nursery.cancel_scope.cancel()
         return groups
 
@@ -278,6 +288,7 @@ class Run:
                     f"engine {report.engine} holds version {report.version} (verified: {report.verified}) after the "
                     f"sync of version {self.status.version}"
                 )
+        self.buffer.pulled(self.status.version)
         return reports
 
     def _record(

@@ -4,27 +4,32 @@ if __name__ == "buffers":
     raise ImportError("import this package as asyncrl.buffers")
 
 from asyncrl.buffers.gate import Gate, GateStatistics
+from asyncrl.buffers.group_buffer import BufferStatistics, GroupBuffer
 from asyncrl.buffers.group_commit import GroupCommit
 from asyncrl.buffers.journal import Journal, JournalStatistics, read_journal
 from asyncrl.buffers.journal_format import Damage, DamageKind, Record
 from asyncrl.buffers.journal_settings import Fsync, JournalSettings, LostLine
+from asyncrl.buffers.ordering import Candidate, Choice, Order, choose
 from asyncrl.buffers.settings import BufferSettings
-from asyncrl.buffers.windowed_fifo import BufferStatistics, WindowedFifo
 
 __all__ = [
     "BufferSettings",
     "BufferStatistics",
+    "Candidate",
+    "Choice",
     "Damage",
     "DamageKind",
     "Fsync",
     "Gate",
     "GateStatistics",
+    "GroupBuffer",
     "GroupCommit",
     "Journal",
     "JournalSettings",
     "JournalStatistics",
     "LostLine",
+    "Order",
     "Record",
-    "WindowedFifo",
+    "choose",
     "read_journal",
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.buffers.ordering import Order
 from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferSettings:
-    """How much work is under way, and how old it may be when it is trained on."""
+    """How much work is under way, in which order it is trained on, and how old it may be then."""
 
     max_off_policyness: int = 1
     """Optimizer steps, >= 0: no token sampled more than this many steps before the weights being updated is ever
@@ -18,35 +19,68 @@ class BufferSettings:
     """Groups that one optimizer step eats."""
     group_size: int = 8
     """Trajectories of one group."""
+    order: Order = Order.WINDOWED_FIFO
+    """Which finished groups a step prefers: "windowed_fifo" the oldest, "freshest" the last admitted, "uniform" any,
+    drawn with the run's seed. The bound comes first in all of them."""
+    slots: int = 0
+    """Groups that may be admitted and not yet pulled, from groups_per_step to (max_off_policyness + 1) *
+    groups_per_step. The most keeps the engines busiest and leaves no choice: in the long run every group is due when
+    the learner comes to it, whatever the order, and a straggler is waited for. Fewer leave places that the order gives
+    as it likes, and time in which engines may run dry. 0 chooses: about half a step's groups less than the most."""
     window: int = 0
-    """How many of the oldest admitted groups the learner may choose from; 1 is strict order, larger lets finished
-    groups pass a straggler and costs as many slots. 0 chooses: 1 when on-policy, else half a step's groups."""
+    """Of windowed_fifo, in groups: a step takes none that was admitted so many, or more, after one that it leaves
+    behind; 1 is strict order. Small windows keep long episodes from being put off. 0 chooses: what `slots` leaves
+    room for, or, where `slots` is given too, no limit besides the bound."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
         _at_least("max_off_policyness", self.max_off_policyness, 0, "optimizer steps")
         _at_least("groups_per_step", self.groups_per_step, 1, "groups")
         _at_least("group_size", self.group_size, 1, "trajectories")
+        _at_least("slots", self.slots, 0, "groups")
         _at_least("window", self.window, 0, "groups")
+        if self.window and self.order is not Order.WINDOWED_FIFO:
+            raise ConfigError(
+                f'window = {self.window} is for order = "windowed_fifo", and order is "{self.order}": leave it out; '
+                f"what may be passed over is set by slots ([buffer])"
+            )
+        if self.slots and not self.groups_per_step <= self.slots <= self.most_slots:
+            raise ConfigError(
+                f"slots must be 0, or between groups_per_step = {self.groups_per_step} and (max_off_policyness + 1) * "
+                f"groups_per_step = {self.most_slots} groups, got {self.slots} ([buffer])"
+            )
         if self.num_slots < self.groups_per_step:
             raise ConfigError(
                 f"the gate has (max_off_policyness + 1) * groups_per_step - window + 1 = {self.num_slots} slots, "
-                f"but one step needs {self.groups_per_step} groups: lower window from {self.effective_window} "
-                f"to at most {self.max_off_policyness * self.groups_per_step + 1}, or raise max_off_policyness "
-                f"from {self.max_off_policyness} ([buffer])"
+                f"but one step needs {self.groups_per_step} groups: lower window from {self.window} "
+                f"to at most {self.max_off_policyness * self.groups_per_step + 1}, raise max_off_policyness "
+                f"from {self.max_off_policyness}, or give slots ([buffer])"
             )
 
     @property
-    def effective_window(self) -> int:
-        """The window in use, in groups."""
-        if self.window:
-            return self.window
-        return 1 if self.max_off_policyness == 0 else max(1, self.groups_per_step // 2)
+    def most_slots(self) -> int:
+        """The slots with which the bound still holds (STALENESS.md)."""
+        return (self.max_off_policyness + 1) * self.groups_per_step
 
     @property
     def num_slots(self) -> int:
-        """Groups that may be admitted and not yet pulled: the most for which the bound holds (STALENESS.md)."""
-        return (self.max_off_policyness + 1) * self.groups_per_step - self.effective_window + 1
+        """The slots in use."""
+        if self.slots:
+            return self.slots
+        if self.order is Order.WINDOWED_FIFO:
+            return self.most_slots - (self.window or self._usual_window) + 1
+        return self.most_slots - (self.groups_per_step // 2 if self.max_off_policyness else 0)
+
+    @property
+    def effective_window(self) -> int | None:
+        """The window in use, in groups; None where only the bound limits."""
+        if self.order is not Order.WINDOWED_FIFO or (self.slots and not self.window):
+            return None
+        return self.window or self._usual_window
+
+    @property
+    def _usual_window(self) -> int:
+        return 1 if self.max_off_policyness == 0 else max(1, self.groups_per_step // 2)
 
 
 def _at_least(name: str, value: int, least: int, unit: str) -> None:

@@ -68,6 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
 def process_plan(config: Config) -> dict[str, Any]:
     """Return who would run where, and how much would be under way."""
     buffer = config.buffer
+    order = buffer.order.value
     engines = ", ".join(config.engine.urls) or "one vLLM server, started here"
     if not config.samples:
         engines = "none: nothing is sampled"
@@ -79,5 +80,6 @@ def process_plan(config: Config) -> dict[str, Any]:
         "environment": config.environment.name,
         "one step": f"{buffer.groups_per_step} groups of {buffer.group_size} trajectories",
         "under way": f"at most {buffer.num_slots} groups, {buffer.num_slots * buffer.group_size} trajectories",
-        "staleness": f"at most {buffer.max_off_policyness} optimizer steps, window {buffer.effective_window}",
+        "staleness": f"at most {buffer.max_off_policyness} optimizer steps",
+        "order": order if buffer.effective_window is None else f"{order}, window {buffer.effective_window}",
     }

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from contextlib import closing
+from random import Random
 from typing import Any
 
 import trio
@@ -127,6 +128,7 @@ async def _train(
                     stop=stop,
                     warm_start=warm_start,
                     resume_from=checkpoint,
+                    rng=Random(f"{config.run.seed}/{version}"),
                 )
                 progress.watch(run)
                 recorder.watch(run)
