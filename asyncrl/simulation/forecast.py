@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,7 @@ def simulate(
             checkpoints=CheckpointStore(Path(scratch), keep=1),
             status=status,
             stop=trio.Event(),
+            rng=random.Random(seed),
         )
         await run.train()
         return run.seconds
