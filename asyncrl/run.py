@@ -4,13 +4,12 @@
 
 Before it goes the warm start, where there is one (`asyncrl.warm_start`): steps on demonstrations, then one sync.
 
-One nursery holds the rollouts and the admission; the learner's side runs beside it. This file knows no process, file
-or clock: everything it drives is a `Parts`, real (`asyncrl.processes`) or simulated (`asyncrl.testing`).
+The producing half (`asyncrl.groups`) runs in a nursery here, and the learner's half beside it. This file knows no
+process, file or clock: everything it drives is a `Parts`, real (`asyncrl.processes`) or simulated (`asyncrl.testing`).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
@@ -21,14 +20,13 @@ import trio
 
 from asyncrl.buffers import BufferSettings, Gate, GroupBuffer
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
-from asyncrl.errors import EnvironmentFault, StalenessError, WeightSyncError
+from asyncrl.errors import StalenessError, WeightSyncError
 from asyncrl.evaluation import evaluate, is_solved
+from asyncrl.groups import GroupRollouts
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
 from asyncrl.status import EvaluationResult, RunStatus
 from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds
 from asyncrl.warm_start import WarmStart
-
-_MAX_FAILED_GROUPS = 3  # this many groups in a row without one usable episode: the environment is broken, stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +113,17 @@ class Run:
             version=resume_from.version if resume_from else 0,
             rng=rng,
         )
-        self._open_tasks: dict[int, Task] = {}
-        self._redraw: deque[Task] = deque(Task(**task) for task in state.get("open_tasks", ()))
-        self._failed_in_a_row = 0
+        self._rollouts = GroupRollouts(
+            parts.environment,
+            self._sampler,
+            buffer,
+            gate=self.gate,
+            buffer=self.buffer,
+            status=status,
+            on_group=recorder.group,
+            stop=stop,
+            redraw=[Task(**task) for task in state.get("open_tasks", ())],
+        )
         self._saved_version: PolicyVersion | None = resume_from.version if resume_from else None
         self._started: float | None = None
         self._seconds: float | None = None
@@ -133,7 +139,7 @@ class Run:
         if self._warm_start is not None:
             await self._warm_up(self._warm_start)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._admit, nursery)
+            nursery.start_soon(self._rollouts.run)
             while not self._is_over():
                 groups = await self._next_groups()
                 if not groups:
@@ -150,7 +156,7 @@ class Run:
     @property
     def num_unfinished(self) -> int:
         """Groups that were drawn and neither trained on nor dropped; a resumed run draws their tasks again."""
-        return len(self._open_tasks) + len(self._redraw)
+        return len(self._rollouts.open_tasks)
 
     @property
     def seconds(self) -> float:
@@ -180,57 +186,6 @@ class Run:
         if self._limits.evaluate_before and self.status.steps == 0 and not self._is_over():
             await self._evaluate()
 
-    # --- rollouts ---------------------------------------------------------------------------------------------
-
-    async def _admit(self, nursery: trio.Nursery) -> None:
-        """Start a group whenever the gate has a slot. The nursery is the run's own: rollouts end with it."""
-        while not self._stop.is_set():
-            group_id = await self.gate.admit()
-            try:
-                task = self._redraw.popleft() if self._redraw else self._parts.environment.get_item()
-            except StopIteration:
-                self.gate.release([group_id])
-                break
-            self.buffer.admit(group_id)
-            self._open_tasks[group_id] = task
-            nursery.start_soon(self._rollout, group_id, task)
-        self.buffer.end_admission()
-
-    async def _rollout(self, group_id: int, task: Task) -> None:
-        admitted_at, version = trio.current_time(), self.buffer.version
-        trajectories = await self._parts.environment.collect_trajectories(
-            task, self._sampler, group_id=str(group_id), group_size=self._settings.group_size
-        )
-        group = Group(
-            group_id=group_id,
-            task=task,
-            trajectories=tuple(trajectories),
-            admitted_at=admitted_at,
-            admitted_version=version,
-        )
-        _check_group(group, self._settings.group_size)
-        self.status.count_group(group)
-        self._recorder.group(group)
-        if all(trajectory.reward is None for trajectory in trajectories):
-            self._drop(group)
-        else:
-            self._failed_in_a_row = 0
-            self.buffer.put(group)
-
-    def _drop(self, group: Group) -> None:
-        """Count a group without one usable episode, free its slot, and end the run when that goes on."""
-        self.status.groups_dropped["all_failed"] += 1
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= _MAX_FAILED_GROUPS:
-            details = sorted({f"{t.status}: {t.detail}" for t in group.trajectories})
-            raise EnvironmentFault(
-                f"{self._failed_in_a_row} groups in a row had no usable episode; the last, of task "
-                f"{group.task.task_id}: {'; '.join(details[:3])}"
-            )
-        self.buffer.drop(group.group_id, "all_failed")
-        del self._open_tasks[group.group_id]
-        self.gate.release([group.group_id])
-
     # --- the learner's side -----------------------------------------------------------------------------------
 
     async def _next_groups(self) -> Sequence[Group]:
@@ -256,8 +211,7 @@ class Run:
         reports = await self._sync()
         times["synced"] = trio.current_time()
         self.gate.release([group.group_id for group in groups])
-        for group in groups:
-            del self._open_tasks[group.group_id]
+        self._rollouts.close([group.group_id for group in groups])
         self._record(groups, result, reports, staleness, times)
         steps, limits = self.status.steps, self._limits
         if limits.checkpoint_every_steps and steps % limits.checkpoint_every_steps == 0:
@@ -336,7 +290,7 @@ class Run:
             "environment": self._parts.environment.state(),
             "warm_start": self._warm_start.state() if self._warm_start else self._warm_start_state,
             "next_group_id": self.gate.next_group_id,
-            "open_tasks": [asdict(task) for task in [*self._open_tasks.values(), *self._redraw]],
+            "open_tasks": [asdict(task) for task in self._rollouts.open_tasks],
         }
 
     async def _evaluate(self) -> None:
@@ -362,16 +316,6 @@ class Run:
     def _phase(self, phase: str, waiting_for: str = "") -> None:
         self.status.phase, self.status.waiting_for = phase, waiting_for
         self._recorder.phase()
-
-
-def _check_group(group: Group, group_size: int) -> None:
-    """Raise EnvironmentFault unless the environment returned what it was asked for, each episode once."""
-    ids = {trajectory.trajectory_id for trajectory in group.trajectories}
-    if not len(ids) == len(group.trajectories) == group_size:
-        raise EnvironmentFault(
-            f"environment {group.task.environment}: group {group.group_id} (task {group.task.task_id}) came back with "
-            f"{len(group.trajectories)} trajectories of {len(ids)} different ids, {group_size} were asked for"
-        )
 
 
 async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:

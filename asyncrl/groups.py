@@ -1,0 +1,119 @@
+"""The producing half of the loop: a group for every slot of the gate, from its task to its place in the buffer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import trio
+
+from asyncrl.buffers import BufferSettings, Gate, GroupBuffer
+from asyncrl.errors import EnvironmentFault
+from asyncrl.protocols import Environment, Sampler
+from asyncrl.status import RunStatus
+from asyncrl.types import Group, Task
+
+_MAX_FAILED_GROUPS = 3  # this many groups in a row without one usable episode: the environment is broken, stop
+
+
+class GroupRollouts:
+    """Rolls groups out and hands them in, for as long as `run` is not cancelled.
+
+    It takes slots of the gate and frees those of groups that it drops; the others are freed by whoever trains on them.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        sampler: Sampler,
+        settings: BufferSettings,
+        *,
+        gate: Gate,
+        buffer: GroupBuffer,
+        status: RunStatus,
+        on_group: Callable[[Group], None],
+        stop: trio.Event,
+        redraw: Iterable[Task] = (),
+    ) -> None:
+        """`on_group` is told of every finished group; `redraw` are tasks to begin with, before the environment's."""
+        self._environment = environment
+        self._sampler = sampler
+        self._settings = settings
+        self._gate = gate
+        self._buffer = buffer
+        self._status = status
+        self._on_group = on_group
+        self._stop = stop
+        self._redraw = deque(redraw)
+        self._open_tasks: dict[int, Task] = {}
+        self._failed_in_a_row = 0
+
+    @property
+    def open_tasks(self) -> Sequence[Task]:
+        """Tasks that were drawn and whose groups were neither trained on nor dropped, the oldest first."""
+        return [*self._open_tasks.values(), *self._redraw]
+
+    def close(self, group_ids: Iterable[int]) -> None:
+        """Note that groups were trained on."""
+        for group_id in group_ids:
+            del self._open_tasks[group_id]
+
+    async def run(self) -> None:
+        """Start a group whenever the gate has a slot, until `stop` or the end of the tasks; wait for their ends."""
+        async with trio.open_nursery() as nursery:
+            while not self._stop.is_set():
+                group_id = await self._gate.admit()
+                try:
+                    task = self._redraw.popleft() if self._redraw else self._environment.get_item()
+                except StopIteration:
+                    self._gate.release([group_id])
+                    break
+                self._buffer.admit(group_id)
+                self._open_tasks[group_id] = task
+                nursery.start_soon(self._rollout, group_id, task)
+            self._buffer.end_admission()
+
+    async def _rollout(self, group_id: int, task: Task) -> None:
+        admitted_at, version = trio.current_time(), self._buffer.version
+        trajectories = await self._environment.collect_trajectories(
+            task, self._sampler, group_id=str(group_id), group_size=self._settings.group_size
+        )
+        group = Group(
+            group_id=group_id,
+            task=task,
+            trajectories=tuple(trajectories),
+            admitted_at=admitted_at,
+            admitted_version=version,
+        )
+        _check_group(group, self._settings.group_size)
+        self._status.count_group(group)
+        self._on_group(group)
+        if all(trajectory.reward is None for trajectory in trajectories):
+            self._drop(group)
+        else:
+            self._failed_in_a_row = 0
+            self._buffer.put(group)
+
+    def _drop(self, group: Group) -> None:
+        """Count a group without one usable episode, free its slot, and end the run when that goes on."""
+        self._status.groups_dropped["all_failed"] += 1
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= _MAX_FAILED_GROUPS:
+            details = sorted({f"{t.status}: {t.detail}" for t in group.trajectories})
+            raise EnvironmentFault(
+                f"{self._failed_in_a_row} groups in a row had no usable episode; the last, of task "
+                f"{group.task.task_id}: {'; '.join(details[:3])}"
+            )
+        self._buffer.drop(group.group_id, "all_failed")
+        del self._open_tasks[group.group_id]
+        self._gate.release([group.group_id])
+
+
+def _check_group(group: Group, group_size: int) -> None:
+    """Raise EnvironmentFault unless the environment returned what it was asked for, each episode once."""
+    ids = {trajectory.trajectory_id for trajectory in group.trajectories}
+    if not len(ids) == len(group.trajectories) == group_size:
+        raise EnvironmentFault(
+            f"environment {group.task.environment}: group {group.group_id} (task {group.task.task_id}) came back with "
+            f"{len(group.trajectories)} trajectories of {len(ids)} different ids, {group_size} were asked for"
+        )
