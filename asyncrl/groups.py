@@ -12,6 +12,7 @@ from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, Sampler
 from asyncrl.status import RunStatus
 from asyncrl.types import Group, Task
+from asyncrl.waiting import RunningGroup, WatchedSampler
 
 _MAX_FAILED_GROUPS = 3  # this many groups in a row without one usable episode: the environment is broken, stop
 
@@ -47,6 +48,9 @@ class GroupRollouts:
         self._redraw = deque(redraw)
         self._open_tasks: dict[int, Task] = {}
         self._failed_in_a_row = 0
+        self.running: dict[int, RunningGroup] = {}
+        """group id -> what its episodes do now."""
+        self.tasks_ended = False
 
     @property
     def open_tasks(self) -> Sequence[Task]:
@@ -67,6 +71,7 @@ class GroupRollouts:
                     task = self._redraw.popleft() if self._redraw else self._environment.get_item()
                 except StopIteration:
                     self._gate.release([group_id])
+                    self.tasks_ended = True
                     break
                 self._buffer.admit(group_id)
                 self._open_tasks[group_id] = task
@@ -75,9 +80,14 @@ class GroupRollouts:
 
     async def _rollout(self, group_id: int, task: Task) -> None:
         admitted_at, version = trio.current_time(), self._buffer.version
+        running = self.running[group_id] = RunningGroup(group_id, task.task_id, admitted_at)
         trajectories = await self._environment.collect_trajectories(
-            task, self._sampler, group_id=str(group_id), group_size=self._settings.group_size
+            task,
+            WatchedSampler(self._sampler, running),
+            group_id=str(group_id),
+            group_size=self._settings.group_size,
         )
+        del self.running[group_id]
         group = Group(
             group_id=group_id,
             task=task,

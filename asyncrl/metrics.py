@@ -32,6 +32,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
         "Tokens of demonstrations that were trained on.",
         lambda s: s.warm_start.get("tokens", 0),
     ),
+    ("asyncrl_stalls", "Times the learner waited for groups longer than stall_minutes.", lambda s: s.stalls),
     ("asyncrl_tokens_generated", "Tokens that the engines sampled, trained on or not.", lambda s: s.tokens_generated),
     ("asyncrl_tokens_trained", "Sampled tokens that were trained on.", lambda s: s.tokens_trained),
     ("asyncrl_groups_trained", "Groups that were trained on.", lambda s: s.groups_trained),

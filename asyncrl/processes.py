@@ -33,6 +33,7 @@ from asyncrl.run_directory import RunDirectory
 from asyncrl.sandbox import open_backend, self_test
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Group, PolicyVersion, Segment, WeightManifest
+from asyncrl.waiting import Queue
 from asyncrl.weight_sync.stale import SHARED_MEMORY_DIRECTORY, remove_stale
 
 _DEATH_SEEN_S = 3.0  # from a child's death to its keeper's end: the keeper ends the child's family first
@@ -134,7 +135,7 @@ async def open_parts(
     run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
-        environment = await _open_environment(config, directory, renderer, stack, say)
+        environment, sandboxes = await _open_environment(config, directory, renderer, stack, say)
         say("starting the engine and the learner" if config.samples else "starting the learner")
         pool: EnginePool | NoEngines = NoEngines()
         if config.samples:
@@ -146,7 +147,10 @@ async def open_parts(
                 starting.start_soon(learner.wait_ready, version)
             if config.samples and config.engine.urls:  # servers that ran before hold whatever they held
                 await pool.pull_all(await learner.publish())
-            yield Parts(environment=environment, sampler=pool, learner=learner, engines=pool)
+            queues: dict[str, Queue] = {"sandboxes": sandboxes}
+            if isinstance(pool, EnginePool):
+                queues = {"engines": pool, **queues}
+            yield Parts(environment=environment, sampler=pool, learner=learner, engines=pool, queues=queues)
         await learner.shut_down()
 
 
@@ -157,7 +161,7 @@ async def open_evaluation(
     """Start the environment and an engine that serves `model`, and no learner; end them on leaving."""
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
-        environment = await _open_environment(config, directory, renderer, stack, say)
+        environment, _ = await _open_environment(config, directory, renderer, stack, say)
         say("starting the engine")
         pool = await open_engines(config, directory, renderer, model, "evaluation", 0, stack, children)
         async with _watched(children):
@@ -201,8 +205,8 @@ async def _watched(children: Mapping[Child, type[BoundaryError]]) -> AsyncIterat
 
 async def _open_environment(
     config: Config, directory: RunDirectory, renderer: ChatRenderer, stack: AsyncExitStack, say: Callable[[str], None]
-) -> Environment:
-    """Return the environment over sandboxes whose walls have been tested."""
+) -> tuple[Environment, SandboxBackend]:
+    """Return the environment and its sandboxes, whose walls have been tested."""
     say("starting the sandboxes and testing their walls")
     sandboxes = await stack.enter_async_context(open_backend(config.sandbox, directory=directory.path / "sandboxes"))
     reached = [abuse for abuse in await self_test(sandboxes, main_only=True) if not abuse.stopped]
@@ -213,7 +217,7 @@ async def _open_environment(
         )
     environment = load_environment(config.environment, renderer=renderer, sandboxes=sandboxes, seed=config.run.seed)
     stack.push_async_callback(environment.aclose)
-    return environment
+    return environment, sandboxes
 
 
 async def _start_learner(

@@ -90,6 +90,12 @@ class Progress:
             cells = (f"{title} {text.format(record[key])}" for title, key, text in columns if key in record)
             self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
 
+    def stalled(self, chain: Sequence[str]) -> None:
+        """Print who waits for whom, because it has lasted."""
+        self._console.print("the learner has waited for long; each line waits for the next:", highlight=False)
+        for line in chain:
+            self._console.print(f"  {line}", highlight=False, soft_wrap=True)
+
     def evaluation(self, result: EvaluationResult) -> None:
         """Show a measurement of the held-out tasks."""
         self._console.print(

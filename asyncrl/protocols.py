@@ -157,12 +157,27 @@ class Sandbox(Protocol):
     async def __aexit__(self, *args: object) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendStatistics:
+    """How busy a backend is."""
+
+    open: int
+    opened: int
+    """Since the start, those that were refused included."""
+    waiting: int
+    """Callers that wait for a sandbox to be closed."""
+
+
 class SandboxBackend(Protocol):
     """Opens sandboxes; owns what they share (the launcher process, the ledger)."""
 
     wall: str
     python: tuple[str, ...]
     """The argument list that runs Python inside a sandbox; its own arguments follow."""
+
+    def statistics(self) -> BackendStatistics:
+        """Return the present counts."""
+        ...
 
     async def open(self, files: Mapping[str, bytes], *, limits: SandboxLimits) -> Sandbox:
         """Return a new sandbox whose working directory holds `files` (path -> content).

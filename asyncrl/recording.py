@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class RunRecorder:
                     "detail": trajectory.detail,
                 }
                 file.write(json.dumps(line) + "\n")
+        self._write_status()
 
     def step(self, record: Mapping[str, float], result: StepResult) -> None:
         """Append a step's line and show it."""
@@ -93,6 +94,11 @@ class RunRecorder:
         """Write down what the run does now."""
         self._write_status()
 
+    def stalled(self, chain: Sequence[str]) -> None:
+        """Show who waits for whom, for good."""
+        self._progress.stalled(chain)
+        self._write_status()
+
     def evaluation(self, result: EvaluationResult) -> None:
         """Show a measurement; its tokens are not counted into the next step's rate."""
         if self._run is not None:
@@ -111,6 +117,7 @@ class RunRecorder:
                 "time": time.time(),
                 "phase": status.phase,
                 "moment": moment(self._run),
+                "waiting": self._run.explain(),
                 "counters": status.counters() | {"seconds": self._run.seconds},
                 "last_step": dict(status.last_step),
             },

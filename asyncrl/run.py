@@ -11,7 +11,7 @@ process, file or clock: everything it drives is a `Parts`, real (`asyncrl.proces
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from asyncrl.groups import GroupRollouts
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
 from asyncrl.status import EvaluationResult, RunStatus
 from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds
+from asyncrl.waiting import Queue, explain
 from asyncrl.warm_start import WarmStart
 
 
@@ -37,6 +38,8 @@ class Parts:
     sampler: Sampler
     learner: Learner
     engines: WeightPuller
+    queues: Mapping[str, Queue] = field(default_factory=dict)
+    """name -> what has a queue that an episode may stand in, for `Run.explain`."""
 
 
 class Recorder(Protocol):
@@ -62,6 +65,10 @@ class Recorder(Protocol):
         """Note that `RunStatus.phase` has changed."""
         ...
 
+    def stalled(self, chain: Sequence[str]) -> None:
+        """Note that the learner has waited for longer than `Limits.stall_seconds`, and who waits for whom."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -73,6 +80,8 @@ class Limits:
     evaluation_samples: int = 0
     evaluate_before: bool = True
     evaluate_every_steps: int = 0
+    stall_seconds: float = float("inf")
+    """Of waiting for groups, after which it is said who waits for whom."""
 
 
 class Run:
@@ -127,6 +136,7 @@ class Run:
         self._saved_version: PolicyVersion | None = resume_from.version if resume_from else None
         self._started: float | None = None
         self._seconds: float | None = None
+        self._phase_began = 0.0
         if resume_from:
             status.restore(state["counters"])
             parts.environment.restore(state["environment"])
@@ -196,9 +206,29 @@ class Run:
         with trio.move_on_after(time_left) as patience:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when, self._stop, patience)
+                nursery.start_soon(self._warn_of_stall)
                 groups = await self.buffer.take()
                 nursery.cancel_scope.cancel()
         return groups
+
+    async def _warn_of_stall(self) -> None:
+        await trio.sleep(self._limits.stall_seconds)
+        self.status.stalls += 1
+        self._recorder.stalled(self.explain())
+
+    def explain(self) -> list[str]:
+        """Return who waits for whom, one link of the chain a line."""
+        return explain(
+            phase=self.status.phase,
+            waiting_for=self.status.waiting_for,
+            phase_seconds=trio.current_time() - self._phase_began,
+            groups_per_step=self._settings.groups_per_step,
+            gate=self.gate.statistics(),
+            buffer=self.buffer.statistics(),
+            running=self._rollouts.running,
+            tasks_ended=self._rollouts.tasks_ended,
+            queues=self._parts.queues,
+        )
 
     async def _step(self, groups: Sequence[Group]) -> None:
         """Train on `groups`, bring the new weights into the engines, then free the groups' slots."""
@@ -314,6 +344,8 @@ class Run:
             nursery.cancel_scope.cancel()
 
     def _phase(self, phase: str, waiting_for: str = "") -> None:
+        if phase != self.status.phase:
+            self._phase_began = trio.current_time()
         self.status.phase, self.status.waiting_for = phase, waiting_for
         self._recorder.phase()
 

@@ -52,6 +52,8 @@ class RunStatus:
     weight_syncs_verified: int = 0
     generation_stall_seconds: float = 0.0
     steps_skipped: int = 0
+    stalls: int = 0
+    """Times that the learner waited for groups longer than the limit."""
     trajectories: Counter[str] = field(default_factory=Counter)
     """status -> episodes of training that ended so."""
     groups_dropped: Counter[str] = field(default_factory=Counter)
@@ -125,6 +127,7 @@ _KEPT = (
     "weight_syncs_verified",
     "generation_stall_seconds",
     "steps_skipped",
+    "stalls",
     "trajectories",
     "groups_dropped",
     "seconds_before",

@@ -254,6 +254,7 @@ class MemoryRecorder:
         self.steps: list[Mapping[str, float]] = []
         self.warm_steps: list[Mapping[str, float]] = []
         self.evaluations: list[Any] = []
+        self.stalls: list[Sequence[str]] = []
 
     def group(self, group: Group) -> None:
         """Keep a finished group."""
@@ -273,3 +274,7 @@ class MemoryRecorder:
 
     def phase(self) -> None:
         """Keep nothing."""
+
+    def stalled(self, chain: Sequence[str]) -> None:
+        """Keep who waited for whom."""
+        self.stalls.append(chain)

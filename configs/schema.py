@@ -33,6 +33,8 @@ class RunSettings:
     """Optimizer steps on rollouts after which the run ends; 0, with a warm start, trains on demonstrations alone."""
     max_minutes: float = 0.0
     """Training time after which no new step starts; 0 is no limit."""
+    stall_minutes: float = 10.0
+    """Of waiting for groups, after which the run says who waits for whom and counts a stall; 0 never does."""
     checkpoint_every_steps: int = 25
     """0 writes one at the end only."""
     keep_checkpoints: int = 2
@@ -40,7 +42,13 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
-        for name, least in (("steps", 0), ("max_minutes", 0), ("checkpoint_every_steps", 0), ("keep_checkpoints", 1)):
+        for name, least in (
+            ("steps", 0),
+            ("max_minutes", 0),
+            ("stall_minutes", 0),
+            ("checkpoint_every_steps", 0),
+            ("keep_checkpoints", 1),
+        ):
             if not getattr(self, name) >= least:  # so that NaN is refused too
                 raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)} ([run])")
         if not self.name or "/" in self.name:

@@ -13,14 +13,14 @@ import sys
 import sysconfig
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from asyncrl.errors import ConfigError, SandboxError
-from asyncrl.protocols import ExecResult, Outcome, SandboxLimits
+from asyncrl.protocols import BackendStatistics, ExecResult, Outcome, SandboxLimits
 from asyncrl.sandbox import leases, messages
 from asyncrl.sandbox.seccomp import seccomp_program
 from asyncrl.sandbox.settings import SandboxSettings
@@ -297,17 +297,6 @@ async def _close(channel: _Channel, sandbox_id: str, slots: trio.CapacityLimiter
             pass
         finally:
             slots.release_on_behalf_of(sandbox_id)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendStatistics:
-    """How busy a backend is."""
-
-    open: int
-    opened: int
-    """Since the start, those that were refused included."""
-    waiting: int
-    """Callers that wait for a sandbox to be closed."""
 
 
 class BubblewrapBackend:

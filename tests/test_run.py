@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from asyncrl.errors import CheckpointError, EnvironmentFault, LearnerError, Stal
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.status import RunStatus
 from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates
+from asyncrl.types import Task, TokenIds
 
 
 class Simulation:
@@ -222,3 +224,43 @@ def test_old_checkpoints_are_removed_and_a_broken_one_is_named(tmp_path: Path) -
     (checkpoint.model_directory / "version").unlink()
     with pytest.raises(CheckpointError, match="model/version is missing"):
         simulation.checkpoints.newest()
+
+
+def test_who_waits_for_whom_is_said_when_it_lasts(tmp_path: Path) -> None:
+    """One episode's environment never answers: the chain names its group, itself and where it is."""
+    simulation = Simulation(tmp_path, limits=Limits(steps=12, stall_seconds=600, max_seconds=3000))
+    silent: list[str] = []
+    environment = simulation.environment
+    collect = environment.collect_trajectories
+
+    async def collect_one_never(task: Task, sampler: Any, *, group_id: str, group_size: int) -> Any:
+        if group_id == "6":
+            await sampler.sample(TokenIds([0]), max_tokens=8, trajectory_id="6-0")
+            silent.append(task.task_id)
+            await trio.sleep_forever()
+        return await collect(task, sampler, group_id=group_id, group_size=group_size)
+
+    environment.collect_trajectories = collect_one_never  # type: ignore[method-assign]
+    simulate(simulation)
+    assert simulation.status.stalls == len(simulation.recorder.stalls) == 1
+    chain = simulation.recorder.stalls[0]
+    assert chain[0].startswith("learner: waiting for groups for 600 s (")
+    assert chain[1].startswith(f"group 6 (task {silent[0]}): running for ")
+    assert "6-0 in its environment for" in chain[1]
+    assert "(turn 1)" in chain[1]
+    gate = next(line for line in chain if line.startswith("gate: "))
+    assert re.search(r"slots held by groups .*\b6\b", gate), gate
+    assert chain[-1] == "tasks: there are more"
+
+
+def test_an_episode_in_an_engine_is_told_from_one_in_its_environment(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, rates=Rates(token_s=100.0), limits=Limits(steps=1, max_seconds=50))
+    seen: list[list[str]] = []
+
+    async def look() -> None:
+        await trio.sleep(40)
+        seen.append(simulation.run.explain())
+
+    simulate(simulation, look)
+    assert "0-0 in an engine for 40 s (turn 1)" in seen[0][1]
+    assert seen[0][4].endswith("more groups are running, begun later")

@@ -36,6 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{report['run']}: {report['state']}")
     if report["moment"]:
         print(f"  {report['moment']} (written {report['age_seconds']:.0f} s ago)")
+    for line in report["waiting"]:
+        print(f"  {line}")
     for key, value in (report["summary"] or report["counters"]).items():
         if not isinstance(value, list):
             print(f"  {key}: {value}")
@@ -58,6 +60,7 @@ def read_status(directory: RunDirectory) -> dict[str, Any]:
         "state": "running" if running else "finished" if summary else "stopped without a summary",
         "phase": moment.get("phase", "starting"),
         "moment": moment.get("moment", ""),
+        "waiting": moment.get("waiting", []) if running else [],
         "age_seconds": time.time() - moment["time"] if moment else None,
         "counters": moment.get("counters", {}),
         "last_step": steps[-1] if steps else None,

@@ -156,6 +156,7 @@ def _limits(config: Config) -> Limits:
         evaluation_samples=config.evaluation.samples,
         evaluate_before=config.evaluation.before,
         evaluate_every_steps=config.evaluation.every_steps,
+        stall_seconds=config.run.stall_minutes * 60 or float("inf"),
     )
 
 

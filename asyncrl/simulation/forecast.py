@@ -129,6 +129,9 @@ class _Counting:
     def phase(self) -> None:
         """Nothing is shown."""
 
+    def stalled(self, chain: Sequence[str]) -> None:
+        """Nothing is shown: no limit is set."""
+
 
 def _forecast(
     buffer: BufferSettings,
