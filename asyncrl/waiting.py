@@ -111,7 +111,7 @@ def _group_line(group: RunningGroup, now: float) -> str:
     line = f"group {group.group_id} (task {group.task_id}): running for {now - group.since:.0f} s"
     if not group.episodes:
         return f"{line}, no episode has asked for tokens yet"
-    slowest = sorted(group.episodes.items(), key=lambda entry: entry[1].since)[:_NAMED]
+    slowest = sorted(group.episodes.items(), key=lambda entry: (entry[1].since, entry[0]))[:_NAMED]
     return f"{line}; longest without news: " + ", ".join(
         f"{trajectory_id} {'in an engine' if activity.sampling else 'in its environment'} "
         f"for {now - activity.since:.0f} s (turn {activity.turns})"
