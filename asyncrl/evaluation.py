@@ -9,6 +9,7 @@ import trio
 
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, Sampler
+from asyncrl.rollout import refuse_bad_numbers
 from asyncrl.status import EvaluationResult
 from asyncrl.types import PolicyVersion, Task, Trajectory
 
@@ -36,9 +37,8 @@ async def evaluate(
     async def one(task: Task) -> None:
         async with limit:
             group_id = f"evaluation-{version}-{task.task_id}"
-            results[task.task_id] = await environment.collect_trajectories(
-                task, sampler, group_id=group_id, group_size=samples
-            )
+            collected = await environment.collect_trajectories(task, sampler, group_id=group_id, group_size=samples)
+            results[task.task_id] = [refuse_bad_numbers(trajectory) for trajectory in collected]
         on_task(len(results))
 
     async with trio.open_nursery() as nursery:

@@ -10,6 +10,7 @@ import trio
 from asyncrl.buffers import BufferSettings, Gate, GroupBuffer
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, Sampler
+from asyncrl.rollout import refuse_bad_numbers
 from asyncrl.status import RunStatus
 from asyncrl.types import Group, Task
 from asyncrl.waiting import RunningGroup, WatchedSampler
@@ -81,13 +82,14 @@ class GroupRollouts:
     async def _rollout(self, group_id: int, task: Task) -> None:
         admitted_at, version = trio.current_time(), self._buffer.version
         running = self.running[group_id] = RunningGroup(group_id, task.task_id, admitted_at)
-        trajectories = await self._environment.collect_trajectories(
+        collected = await self._environment.collect_trajectories(
             task,
             WatchedSampler(self._sampler, running),
             group_id=str(group_id),
             group_size=self._settings.group_size,
         )
         del self.running[group_id]
+        trajectories = [refuse_bad_numbers(trajectory) for trajectory in collected]
         group = Group(
             group_id=group_id,
             task=task,

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -86,7 +86,10 @@ class StepOutcome:
 
     done: bool
     reward: float | None = None
-    """Of the whole episode, where `done`; None asks `grade` for it."""
+    """Of the episode's result, where `done`; None asks `grade` for it."""
+    turn_reward: float | None = None
+    """What the reply that is answered earned by itself. The episode's reward is that of its result plus those of its
+    turns; `[learner.credit] level = "turn"` tells which turn earned what."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     status: TrajectoryStatus | None = None
     """Where `done`; None is `completed`, or `truncated_length` where the last reply was cut at its limit."""
@@ -120,6 +123,14 @@ async def boundary(*kinds: type[BoundaryError]) -> AsyncIterator[Caught]:
         if rest is not None or matched is None:
             raise
         _note(caught, next(leaves(matched)))
+
+
+def refuse_bad_numbers(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory, or one that failed in its environment where a reward is not a number."""
+    if trajectory.bad_number is None:
+        return trajectory
+    detail = f"EnvironmentFault: {trajectory.bad_number}"
+    return replace(trajectory, segments=(), reward=None, status=TrajectoryStatus.FAILED_ENVIRONMENT, detail=detail)
 
 
 def _note(caught: Caught, error: BaseException) -> None:
@@ -322,6 +333,7 @@ class MultiTurnEnvironment(abc.ABC):
             completion = await self._sample(episode, sampler, context, min(room, self.limits.max_tokens))
             num_tokens += len(context) + len(completion.token_ids)
             outcome = await self.step(episode, episode.replies[-1])
+            episode.turns[-1] = replace(episode.turns[-1], reward=outcome.turn_reward)
             if outcome.done:
                 return outcome
             if len(episode.turns) >= self.limits.max_turns:
@@ -363,12 +375,15 @@ class MultiTurnEnvironment(abc.ABC):
         if status is None:
             cut = reasons[-1] is FinishReason.LENGTH
             status = TrajectoryStatus.TRUNCATED_LENGTH if cut else TrajectoryStatus.COMPLETED
-        if outcome.reward is None or not math.isfinite(outcome.reward):
-            raise EnvironmentFault(f"the reward must be a finite number, got {outcome.reward}")
+        assert outcome.reward is not None
+        parts = dict(outcome.reward_parts)
+        earned = [turn.reward for turn in episode.turns if turn.reward is not None]
+        if earned:
+            parts["turns"] = float(sum(earned))
         extras = dict(episode.extras)
         if retries:
             extras |= {"retries": retries, "discarded_tokens": discarded}
-        return Trajectory(
+        trajectory = Trajectory(
             trajectory_id=episode.trajectory_id,
             task_id=episode.task.task_id,
             environment=self.name,
@@ -378,11 +393,14 @@ class MultiTurnEnvironment(abc.ABC):
                 vocab_size=self.renderer.vocab_size,
                 teacher_prompt_token_ids=episode.teacher_prompt_token_ids,
             ),
-            reward=float(outcome.reward),
+            reward=float(outcome.reward + sum(earned)),
             status=status,
-            reward_parts=dict(outcome.reward_parts),
+            reward_parts=parts,
             num_turns=len(episode.turns),
             seconds=seconds,
             truncated=FinishReason.LENGTH in reasons,
             extras=extras,
         )
+        if trajectory.bad_number is not None:
+            raise EnvironmentFault(trajectory.bad_number)
+        return trajectory

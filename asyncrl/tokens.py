@@ -20,7 +20,7 @@ import jinja2.sandbox
 import tokenizers
 
 from asyncrl.errors import ConfigError, EnvironmentFault
-from asyncrl.types import Completion, FinishReason, Logprobs, Segment, TokenIds, TokenSpan, Turn
+from asyncrl.types import Completion, FinishReason, Logprobs, Segment, TokenIds, TokenSpan, Turn, TurnSpan
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, and whatever else the model's template reads."""
@@ -201,7 +201,7 @@ def build_segments(
 
 
 def _join(part: list[tuple[int, Turn]], end_token_ids: Collection[int], vocab_size: int | None) -> Segment:
-    token_ids, logprobs, spans = TokenIds(), Logprobs(), list[TokenSpan]()
+    token_ids, logprobs, spans, turns = TokenIds(), Logprobs(), list[TokenSpan](), list[TurnSpan]()
     mask = bytearray()
     for number, turn in part:
         context, completion = turn.context_token_ids, turn.completion
@@ -218,6 +218,7 @@ def _join(part: list[tuple[int, Turn]], end_token_ids: Collection[int], vocab_si
         logprobs.extend(min(value, 0.0) for value in completion.behaviour_logprobs[:num_trained])
         logprobs.extend([0.0] * num_forced)
         _add_spans(spans, completion.spans, start, num_trained)
+        turns.append(TurnSpan(start=start, end=start + num_trained, reward=turn.reward))
     if vocab_size is not None:
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab_size:
@@ -227,6 +228,7 @@ def _join(part: list[tuple[int, Turn]], end_token_ids: Collection[int], vocab_si
         loss_mask=bytes(mask),
         behaviour_logprobs=logprobs,
         spans=tuple(spans),
+        turns=tuple(turns),
     )
 
 

@@ -5,6 +5,7 @@ Per-token arrays are compact: token ids are int32, log-probs float32, masks one 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -104,6 +105,19 @@ class Turn:
     completion: Completion
     starts_segment: bool = False
     """True where what went before was rewritten: `context_token_ids` is then the whole prompt again."""
+    reward: float | None = None
+    """What this turn earned, a part of its trajectory's reward; None where the environment did not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpan:
+    """The sampled tokens of one turn, or of one step of reasoning inside a turn, and what they earned."""
+
+    start: int
+    end: int
+    """Half-open, over the tokens of the segment that holds the span; empty for a turn without a trained token."""
+    reward: float | None = None
+    """A part of the trajectory's reward; what the parts leave is earned at the last turn. None: nobody said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +133,14 @@ class Segment:
     spans: tuple[TokenSpan, ...]
     """Cover exactly the tokens whose `loss_mask` is 1."""
     advantages: Logprobs | None = None
-    """[L] float32, per-token credit that overrides the trainer's, or None."""
+    """[L] float32, per-token credit that overrides the trainer's where it is a number; NaN, or None for the whole
+    segment, leaves the token to the trainer."""
     teacher_prompt_token_ids: TokenIds | None = None
     """What a teacher reads in place of the tokens before the first sampled one: the prompt with the answer in it, say.
     All that follows, later turns included, it reads as it is. None: it reads what the policy read."""
+    turns: tuple[TurnSpan, ...] = ()
+    """The segment's turns in order. They cover exactly the tokens whose `loss_mask` is 1; or none, where turns are not
+    told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +173,24 @@ class Trajectory:
     def oldest_version(self) -> PolicyVersion | None:
         """The oldest weights that any trained token was sampled under; None without sampled tokens."""
         return min((span.version for s in self.segments for span in s.spans), default=None)
+
+    @property
+    def bad_number(self) -> str | None:
+        """What is wrong with the reward, the turns' rewards or the credit, or None; they must be finite.
+
+        NaN among a segment's `advantages` is no number, and fine.
+        """
+        if self.reward is None:
+            return None
+        if not math.isfinite(self.reward):
+            return f"the reward must be a finite number, got {self.reward}"
+        for place, segment in enumerate(self.segments):
+            for turn, span in enumerate(segment.turns):
+                if span.reward is not None and not math.isfinite(span.reward):
+                    return f"the reward of turn {turn} of segment {place} must be a finite number, got {span.reward}"
+            if segment.advantages is not None and any(map(math.isinf, segment.advantages)):
+                return f"the advantages of segment {place} must be finite, or NaN to leave a token to the trainer"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

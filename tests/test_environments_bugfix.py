@@ -166,7 +166,8 @@ def play(
         found.extend(await environment.collect_trajectories(task, sampler, group_id="1", group_size=size))
 
     with_backend(body, directory)
-    assert all(t.reward is not None and 0 <= t.reward <= 1 for t in found)
+    most = 1 + options.get("turn_weight", 0.0)
+    assert all(t.reward is not None and 0 <= t.reward <= most for t in found)
     return found
 
 
@@ -263,6 +264,24 @@ def test_a_solution_at_the_second_turn_is_paid_less_where_that_is_asked_for(
 
 
 @pytest.mark.slow
+def test_a_turn_is_paid_for_the_examples_that_it_passes_first(renderer: ChatRenderer, tmp_path: Path) -> None:
+    def script(task: Task) -> Callable[[str, int], str]:
+        shown = task.data["visible"][0]
+        first = f"def add(a, b):\n    return {shown['expected']!r} if [a, b] == {shown['arguments']!r} else None\n"
+        return lambda trajectory_id, turn: fenced([first, task.data["reference"]][turn])
+
+    (trajectory,) = play(renderer, tmp_path, script, turn_weight=0.5)
+    num_visible = len(build_task(TEMPLATES["add"], 0, seed=0).data["visible"])
+    first, second = (turn.reward for turn in trajectory.segments[0].turns)
+    assert first == pytest.approx(0.5 / num_visible)
+    assert second == pytest.approx(0.5 - 0.5 / num_visible)
+    assert (trajectory.reward, trajectory.reward_parts["solved"]) == (1.5, 1.0)
+    (silent,) = play(renderer, tmp_path / "silent", script)
+    assert [turn.reward for turn in silent.segments[0].turns] == [None, None]
+    assert silent.reward == 1.0
+
+
+@pytest.mark.slow
 def test_without_a_prefix_the_model_answers_as_it_likes(renderer: ChatRenderer, tmp_path: Path) -> None:
     def script(task: Task) -> Callable[[str, int], str]:
         code = task.data["reference"]
@@ -347,6 +366,7 @@ def test_a_prompt_holds_instruction_examples_and_code_and_nothing_hidden() -> No
         {"epochs": -1},
         {"max_turns": 0},
         {"retry_weight": 0.0},
+        {"turn_weight": -0.1},
         {"begin_in_code": False},
     ],
 )

@@ -45,6 +45,7 @@ class Guess(MultiTurnEnvironment):
     grade_s: float = 0.0
     faults: Callable[[str, str], Exception | None] = lambda trajectory_id, text: None
     reward: float | None = None
+    turn_reward: float | None = None
 
     def __post_init__(self) -> None:
         tasks = TaskSource(lambda epoch: [TASK], seed=0)
@@ -62,8 +63,10 @@ class Guess(MultiTurnEnvironment):
         if fault is not None:
             raise fault
         if "yes" in text:
-            return StepOutcome(done=True, reward=1.0 if self.reward is None else self.reward)
-        return StepOutcome(done=False, messages=[{"role": "user", "content": "no"}])
+            reward = 1.0 if self.reward is None else self.reward
+            return StepOutcome(done=True, reward=reward, turn_reward=self.turn_reward)
+        messages = [{"role": "user", "content": "no"}]
+        return StepOutcome(done=False, turn_reward=self.turn_reward, messages=messages)
 
     async def grade(self, episode: Episode) -> Grade:
         await trio.sleep(self.grade_s)
@@ -282,10 +285,31 @@ def test_a_completion_that_contradicts_itself_is_a_failed_environment(renderer: 
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_is_a_failed_environment(renderer: ChatRenderer, reward: float) -> None:
-    (trajectory,) = collect(Guess(renderer, reward=reward), ScriptedSampler(renderer, always("yes")))
+@pytest.mark.parametrize("which", ["reward", "turn_reward"])
+def test_a_reward_that_is_no_number_is_a_failed_environment(renderer: ChatRenderer, which: str, reward: float) -> None:
+    (trajectory,) = collect(Guess(renderer, **{which: reward}), ScriptedSampler(renderer, always("yes")))  # type: ignore[arg-type]
     assert trajectory.status is TrajectoryStatus.FAILED_ENVIRONMENT
     assert trajectory.reward is None
+    assert f"must be a finite number, got {reward}" in trajectory.detail
+
+
+def test_what_turns_earn_is_part_of_the_reward_and_kept_by_turn(renderer: ChatRenderer) -> None:
+    sampler = ScriptedSampler(renderer, lambda trajectory_id, turn: ["maybe", "yes"][turn])
+    (trajectory,) = collect(Guess(renderer, turn_reward=0.25), sampler)
+    assert trajectory.reward == 1.5
+    assert trajectory.reward_parts == {"turns": 0.5}
+    assert [turn.reward for turn in trajectory.segments[0].turns] == [0.25, 0.25]
+    (silent,) = collect(Guess(renderer), ScriptedSampler(renderer, always("yes")))
+    assert silent.reward_parts == {}
+    assert [turn.reward for turn in silent.segments[0].turns] == [None]
+
+
+def test_a_turn_whose_answer_came_too_late_has_no_reward(renderer: ChatRenderer) -> None:
+    environment = Guess(renderer, step_s=1000, turn_reward=0.25, settings=RolloutSettings(episode_timeout_s=10))
+    (trajectory,) = collect(environment, ScriptedSampler(renderer, always("yes")))
+    assert trajectory.status is TrajectoryStatus.TIMED_OUT
+    assert [turn.reward for turn in trajectory.segments[0].turns] == [None]
+    assert trajectory.reward == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("error", [KeyError("a typing mistake"), CheckpointError("no part of an episode")])

@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import trio.testing
 from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.errors import CheckpointError, EnvironmentFault, LearnerError, StalenessError, WeightSyncError
+from asyncrl.protocols import Sampler
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.status import RunStatus
 from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates
-from asyncrl.types import Task, TokenIds
+from asyncrl.types import Task, TokenIds, Trajectory
 
 
 class Simulation:
@@ -188,6 +190,23 @@ def test_a_group_without_a_usable_episode_frees_its_slot_and_is_counted(tmp_path
     assert simulation.status.trajectories["failed_sandbox"] == 3 * 4
     trained = {group.task.task_id for group in simulation.learner.trained}
     assert not trained & {"task-1", "task-2", "task-9"}
+
+
+def test_a_reward_that_is_no_number_is_a_failed_episode_whatever_the_environment(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, limits=Limits(steps=3))
+    collect = simulation.environment.collect_trajectories
+
+    async def spoiled(task: Task, sampler: Sampler, *, group_id: str, group_size: int) -> list[Trajectory]:
+        first, *others = await collect(task, sampler, group_id=group_id, group_size=group_size)
+        return [replace(first, reward=float("nan")), *others]
+
+    simulation.environment.collect_trajectories = spoiled  # type: ignore[method-assign]
+    simulate(simulation)
+    assert simulation.status.steps == 3
+    assert simulation.status.trajectories["failed_environment"] == len(simulation.recorder.groups)
+    failed = simulation.recorder.groups[0].trajectories[0]
+    assert (failed.reward, failed.segments) == (None, ())
+    assert failed.detail == "EnvironmentFault: the reward must be a finite number, got nan"
 
 
 def test_a_dead_learner_ends_the_run(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from scripted import END, FENCE, TEMPLATE, completion, write_chat_files
 
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.tokens import ChatRenderer, build_segments, turn_from_prompt
-from asyncrl.types import Logprobs, TokenIds, TokenSpan, Turn
+from asyncrl.types import Logprobs, TokenIds, TokenSpan, Turn, TurnSpan
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -153,6 +153,17 @@ def test_a_teachers_prompt_is_that_of_the_first_segment() -> None:
     assert [s.token_ids for s in told] == [s.token_ids for s in build_segments(turns, end_token_ids={END})]
 
 
+def test_a_turns_reward_lies_on_its_sampled_tokens() -> None:
+    turns = [
+        Turn(context_token_ids=TokenIds([1, 2]), completion=completion([3, END]), reward=0.5),
+        Turn(context_token_ids=TokenIds([5]), completion=completion([6, END], cut=True)),
+        Turn(context_token_ids=TokenIds([1]), completion=completion([8]), starts_segment=True, reward=-1.0),
+    ]
+    first, second = build_segments(turns, end_token_ids={END})
+    assert first.turns == (TurnSpan(start=2, end=4, reward=0.5), TurnSpan(start=5, end=6))
+    assert second.turns == (TurnSpan(start=1, end=2, reward=-1.0),)
+
+
 def test_a_forced_end_token_stays_in_the_sequence_and_is_not_trained_on() -> None:
     turns = [
         Turn(context_token_ids=TokenIds([1]), completion=completion([2, 3, END], cut=True)),
@@ -228,5 +239,8 @@ def test_spans_always_cover_exactly_the_trained_tokens(shape: list[tuple[int, in
     ]
     (segment,) = build_segments(turns, end_token_ids={END})
     covered = [position for span in segment.spans for position in range(span.start, span.end)]
-    assert covered == [position for position, trained in enumerate(segment.loss_mask) if trained]
+    trained = [position for position, trained in enumerate(segment.loss_mask) if trained]
+    assert covered == trained
+    assert len(segment.turns) == len(turns)
+    assert [position for turn in segment.turns for position in range(turn.start, turn.end)] == trained
     assert len(segment.token_ids) == len(segment.loss_mask) == len(segment.behaviour_logprobs)

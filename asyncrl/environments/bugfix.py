@@ -39,6 +39,9 @@ class BugFixSettings(RolloutSettings):
     """Paid for a solution that needed more than one turn; below 1, the tokens of failed first tries earn less."""
     rambling_penalty: float = 0.0
     """Taken from a solution whose reply did not end by itself within `max_tokens`."""
+    turn_weight: float = 0.0
+    """Paid at each turn for the share of visible examples that it passes beyond the turns before it, on top of
+    `reward`; 0 says nothing of single turns."""
     system: str = "You fix bugs in Python code."
     """System message; empty leaves it to the model's template."""
     begin_in_code: bool = True
@@ -57,6 +60,8 @@ class BugFixSettings(RolloutSettings):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value < 1):
                 raise ConfigError(f"{name} must be from 0 to below 1, got {value} ([environment.options])")
+        if not (math.isfinite(self.turn_weight) and self.turn_weight >= 0):
+            raise ConfigError(f"turn_weight must be >= 0, got {self.turn_weight} ([environment.options])")
         if self.stop_at_fence and not self.begin_in_code:
             raise ConfigError(
                 "stop_at_fence needs begin_in_code: a reply would end at its opening fence; set both to false "
@@ -121,17 +126,32 @@ class BugFixEnvironment(MultiTurnEnvironment):
         episode.notes["code"] = code
         if code is None:
             episode.extras["malformed"] = episode.extras.get("malformed", 0) + 1
-        if len(episode.turns) == self.limits.max_turns:
+        is_last = len(episode.turns) == self.limits.max_turns
+        results: Sequence[CallResult] = ()
+        if code is not None and (self.settings.turn_weight or not is_last):
+            results = await run_tests(self._sandboxes, code, data, "visible")
+        earned = self._turn_reward(episode, results)
+        if is_last:
             grade = await self.grade(episode)
             status = None if grade.parts["solved"] else TrajectoryStatus.TRUNCATED_TURNS
-            return StepOutcome(done=True, reward=grade.reward, reward_parts=grade.parts, status=status)
+            return StepOutcome(
+                done=True, reward=grade.reward, turn_reward=earned, reward_parts=grade.parts, status=status
+            )
         if code is None:
-            return _answer(f"There is no complete function {data['function']} in a python block.")
-        results = await run_tests(self._sandboxes, code, data, "visible")
+            return _answer(f"There is no complete function {data['function']} in a python block.", earned)
         for test, result in zip(data["visible"], results, strict=True):
             if not result.passed:
-                return _answer(feedback(data["function"], test, result))
-        return StepOutcome(done=True)
+                return _answer(feedback(data["function"], test, result), earned)
+        return StepOutcome(done=True, turn_reward=earned)
+
+    def _turn_reward(self, episode: Episode, results: Sequence[CallResult]) -> float | None:
+        """Return what the visible examples that pass now, and did not before, are paid; None where nothing is."""
+        if not self.settings.turn_weight:
+            return None
+        before: int = episode.notes.get("visible", 0)
+        passed = max(before, sum(result.passed for result in results))
+        episode.notes["visible"] = passed
+        return self.settings.turn_weight * (passed - before) / len(episode.task.data["visible"])
 
     async def accepts(self, task: Task, source: str, backend: SandboxBackend) -> bool:
         """Return whether `source` passes all hidden tests in a sandbox of `backend`."""
@@ -198,5 +218,5 @@ def feedback(function: str, test: Mapping[str, Any], result: CallResult) -> str:
     return f"{shown_call(function, test)} {verb} {got[:_SHOWN]}, expected {test['expected']!r}. Try again."
 
 
-def _answer(text: str) -> StepOutcome:
-    return StepOutcome(done=False, messages=[{"role": "user", "content": text}])
+def _answer(text: str, earned: float | None) -> StepOutcome:
+    return StepOutcome(done=False, turn_reward=earned, messages=[{"role": "user", "content": text}])
