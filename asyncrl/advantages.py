@@ -230,12 +230,19 @@ def turn_advantages(
     Raises: as `turn_returns` and `group_advantages`.
     """
     returns = turn_returns(turn_rewards, turn_offsets, gamma=gamma)
-    segments = segments_of(turn_offsets, len(turn_rewards))
+    return group_advantages(returns, turn_peers(turn_offsets, group_index), baseline=baseline, scale=scale)
+
+
+def turn_peers(turn_offsets: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+    """Return [K] int64, equal for the same turn (first, second, ...) of the trajectories of one group.
+
+    `turn_offsets` [S+1], `group_index` [S] int64. Raises: ShapeError.
+    """
+    segments = segments_of(turn_offsets, int(turn_offsets[-1]))
     _check_length("group_index", group_index, segments.num_sequences, "S")
-    turn = torch.arange(len(turn_rewards), device=turn_rewards.device) - segments.spread(segments.cu_seqlens[:-1])
+    turn = torch.arange(len(segments.index), device=segments.index.device) - segments.spread(segments.cu_seqlens[:-1])
     groups, group = torch.unique(group_index, return_inverse=True)
-    peers = turn * len(groups) + segments.spread(group)
-    return group_advantages(returns, peers, baseline=baseline, scale=scale)
+    return turn * len(groups) + segments.spread(group)
 
 
 def spread_turns(turn_values: torch.Tensor, turn_index: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

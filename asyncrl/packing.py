@@ -67,7 +67,7 @@ class Batch:
     behaviour_logprobs: torch.Tensor
     """[T] float32, nats; 0.0 where `loss_mask` is False."""
     advantages: torch.Tensor
-    """[T] float32; 0.0 where `loss_mask` is False."""
+    """[T] float32; 0.0 where `loss_mask` is False. NaN on trained tokens whose credit is still to come."""
     versions: torch.Tensor
     """[T] int64; the version that sampled the token, -1 where `loss_mask` is False."""
     cu_seqlens: torch.Tensor
@@ -99,15 +99,16 @@ def lay_out(
     *,
     trajectory_index: Sequence[int],
     group_index: Sequence[int],
-    advantages: Sequence[float],
     rewards: Sequence[float],
+    advantages: Sequence[float] | None = None,
 ) -> Batch:
     """Return the batch of `segments`; the four sequences are [S].
 
-    A segment's own per-token advantages override `advantages`.
+    A segment's own per-token advantages override `advantages` where they are numbers; NaN leaves a token to
+    `advantages`, and without those it stays NaN.
 
     Raises: ShapeError where a segment's arrays disagree, its first token is trained on (nothing predicts it), or its
-    spans do not cover exactly the trained tokens.
+    spans, or turns where it has any, do not cover exactly the trained tokens.
     """
     lengths = [len(segment.token_ids) for segment in segments]
     total = sum(lengths)
@@ -128,12 +129,16 @@ def lay_out(
         loss_mask[start:end] = mask
         observation_mask[start:end] = ~mask & (np.cumsum(mask) > 0)
         logprobs[start:end] = np.where(mask, np.frombuffer(segment.behaviour_logprobs, np.float32), 0.0)
-        own = advantages[index] if segment.advantages is None else np.frombuffer(segment.advantages, np.float32)
-        credit[start:end] = np.where(mask, own, 0.0)
+        credit[start:end] = np.where(mask, np.nan if advantages is None else advantages[index], 0.0)
+        if segment.advantages is not None:
+            own = np.frombuffer(segment.advantages, np.float32)
+            np.copyto(credit[start:end], own, where=mask & ~np.isnan(own))
         for span in segment.spans:
             versions[start + span.start : start + span.end] = span.version
         if not np.array_equal(versions[start:end] >= 0, mask):
             raise ShapeError(f"segment {index}: its spans do not cover exactly the tokens of its loss_mask")
+        if segment.turns and not _covers([(turn.start, turn.end) for turn in segment.turns], mask):
+            raise ShapeError(f"segment {index}: its turns do not cover exactly the tokens of its loss_mask, in order")
         start = end
     return Batch(
         token_ids=torch.from_numpy(token_ids),
@@ -182,6 +187,18 @@ def _check_segment(segment: Segment, index: int) -> None:
         raise ShapeError(f"segment {index}: its first token is trained on, but nothing predicts it")
     if segment.teacher_prompt_token_ids is not None and not len(segment.teacher_prompt_token_ids):
         raise ShapeError(f"segment {index}: its teacher's prompt is empty, so nothing predicts its first sampled token")
+
+
+def _covers(ranges: Sequence[tuple[int, int]], mask: np.ndarray) -> bool:
+    """Tell whether the ranges follow each other and hold exactly the tokens of `mask`."""
+    covered = np.zeros_like(mask)
+    last = 0
+    for start, end in ranges:
+        if not last <= start <= end <= len(mask):
+            return False
+        covered[start:end] = True
+        last = end
+    return np.array_equal(covered, mask)
 
 
 def check_staleness(batch: Batch, *, version: PolicyVersion, max_off_policyness: int) -> None:

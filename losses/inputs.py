@@ -146,11 +146,7 @@ def prepare(
     behaviour, usable, counts = inputs.behaviour_logprobs, mask, {}
     if behaviour is not None and reads_behaviour:
         behaviour = _clean(behaviour.detach(), mask)
-        kinds = {
-            "bad_logprobs_positive": behaviour > _POSITIVE_TOLERANCE,
-            "bad_logprobs_nonfinite": ~behaviour.isfinite(),
-            "bad_logprobs_floor": behaviour.isfinite() & (behaviour < _ENGINE_FLOOR),
-        }
+        kinds = bad_logprob_kinds(behaviour)
         counts = {kind: found.sum() for kind, found in kinds.items()}
         bad = behaviour.isnan() if bad_logprobs == "cap" else torch.stack(list(kinds.values())).any(0)
         if bad_logprobs == "raise" and bool(bad.any()):
@@ -185,6 +181,15 @@ def prepare(
         lengths=segments.sum(mask.double()),
         counts=counts,
     )
+
+
+def bad_logprob_kinds(behaviour_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return metric name -> [T] bool, where a behaviour log-prob (nats) cannot be that of a sampled token."""
+    return {
+        "bad_logprobs_positive": behaviour_T > _POSITIVE_TOLERANCE,
+        "bad_logprobs_nonfinite": ~behaviour_T.isfinite(),
+        "bad_logprobs_floor": behaviour_T.isfinite() & (behaviour_T < _ENGINE_FLOOR),
+    }
 
 
 def _clean(values_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def with_exact_norms(model: torch.nn.Module) -> None:
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
-    return select(groups, baseline="mean", scale="group_std").batch
+    return select(groups, LearnerSettings()).batch
 
 
 def plain(batch: Batch, dtype: torch.dtype, *, tied: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.nn.Module]:
@@ -136,7 +136,7 @@ def gradients_of(
     """Return the batch's loss and its whole gradient, flat; segments marked in `apart` get their own microbatches."""
     optimizer = Optimizer(model.tensors(), settings)
     stepper = Stepper(model, optimizer, settings, max_off_policyness=1)
-    batch = select(groups, baseline=settings.baseline, scale=settings.scale).batch
+    batch = select(groups, settings).batch
     observations = settings.resolved_loss.observation_coef > 0
     microbatches = split(
         batch,
@@ -185,7 +185,7 @@ def test_groups_without_an_advantage_are_left_out_of_the_backward_pass_and_chang
     groups[1] = replace(groups[1], trajectories=tuple(same))
     settings = LearnerSettings(loss=loss, microbatch_tokens=10_000)
     model = load()
-    batch = select(groups, baseline=settings.baseline, scale=settings.scale).batch
+    batch = select(groups, settings).batch
     idle = batch.group_index == 1
     assert bool(idle.any())
     wanted_loss, wanted = gradients_of(model, groups, settings)

@@ -15,6 +15,7 @@ from tiny_model import build_tiny_model
 from asyncrl.errors import CheckpointError, ConfigError, StalenessError
 from asyncrl.learner.checkpoint import load as load_checkpoint
 from asyncrl.learner.credit import select
+from asyncrl.learner.credit_settings import CreditSettings
 from asyncrl.learner.process import Learner
 from asyncrl.learner.settings import LearnerJob, LearnerSettings
 from asyncrl.packing import split
@@ -48,7 +49,7 @@ def step(learner: Learner, groups: Sequence[Group], **options: float) -> StepRes
 
 def policy_logprobs(learner: Learner, groups: Sequence[Group]) -> list[list[float]]:
     """Return the learner's log-probs of every segment's tokens, 0.0 where nothing is scored."""
-    batch = select(groups, baseline="mean", scale="none").batch
+    batch = select(groups, LearnerSettings(scale="none")).batch
     flat = torch.zeros(batch.num_tokens)
     with torch.no_grad():
         for microbatch in split(batch, max_tokens=10_000):
@@ -243,6 +244,28 @@ def test_a_reference_kl_is_zero_before_the_first_step_and_positive_after(model_p
     second = step(learner, random_groups(1, versions=(1,)))
     assert first.metrics["reference_kl"] == pytest.approx(0.0, abs=1e-9)
     assert second.metrics["reference_kl"] > 1e-4
+    learner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_settings", [{}, {"kl_coef": 0.1}])
+def test_a_kl_in_the_reward_is_measured_against_the_starting_weights(
+    model_path: Path, tmp_path: Path, loss_settings: dict[str, float]
+) -> None:
+    credit = CreditSettings(reward_kl_coef=0.01)
+    learner = Learner(job_for(model_path, tmp_path, credit=credit, loss_settings=loss_settings, microbatch_tokens=40))
+    groups = random_groups(1)
+    reference = [value for row in policy_logprobs(learner, groups) for value in row]
+    segments = [s for group in groups for t in group.trajectories for s in t.segments]
+    behaviour = [value for s in segments for value in s.behaviour_logprobs]
+    trained = [bool(bit) for s in segments for bit in s.loss_mask]
+    gaps = [b - r for b, r, bit in zip(behaviour, reference, trained, strict=True) if bit]
+    for version in range(2):  # the second time the weights have moved, and the reference has not
+        result = step(learner, random_groups(1, versions=(version,)))
+        assert result.metrics["reward_kl"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+        assert result.metrics["reward_kl_penalty_mean"] == pytest.approx(-0.01 * sum(gaps) / len(segments), abs=1e-5)
+        if loss_settings:
+            assert (result.metrics["reference_kl"] > 1e-6) == (version > 0)
     learner.close()
 
 

@@ -41,7 +41,6 @@ class Learner:
         self._job = job
         device = _device(settings.device)
         dtype = getattr(torch, settings.dtype)
-        loss = settings.resolved_loss
         resumed = Path(job.resume_from) if job.resume_from else None
         state = checkpoint.load(resumed) if resumed else None
         self._model = self._load(job.model, dtype, device, checkpointing=settings.gradient_checkpointing)
@@ -49,13 +48,12 @@ class Learner:
         if state is not None:
             self._optimizer.restore(state.optimizer, updates=state.updates, warm_updates=state.warm_updates)
             checkpoint.restore_random_state(state.random)
-        needs_reference = loss.kl_coef > 0 or loss.objective == "kl"
         self._stepper = Stepper(
             self._model,
             self._optimizer,
             settings,
             max_off_policyness=job.max_off_policyness,
-            reference=self._load(job.model, dtype, device, frozen=True) if needs_reference else None,
+            reference=self._load(job.model, dtype, device, frozen=True) if settings.needs_reference else None,
             version=state.version if state else 0,
         )
         self._supervised = SupervisedStepper(self._model, self._optimizer, settings)

@@ -14,6 +14,9 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | seconds_packing, seconds_forward_backward, seconds_optimizer, seconds_step | of the step's parts and all of it |
 | tokens_per_second | tokens_batch / seconds_step |
 | reward_mean, reward_std, advantage_abs_mean, turns_mean, truncated_share | over trajectories that have a reward |
+| overlong_shaped_share, overlong_penalty_mean | trajectories that length cost reward, and how much of all |
+| overlong_filtered_share | trajectories that were cut at a limit on tokens and are not trained on |
+| reward_kl, reward_kl_penalty_mean | behaviour to reference a token (k1, nats); what it cost a trajectory |
 | importance_ratio_max, _min, _mean, _p50, _p95, _p99 | policy / behaviour by token, before any clipping |
 | ess_token | effective sample size of the token ratios over their number |
 | clip_fraction_low, clip_fraction_high | tokens whose gradient the loss's bounds zero, by direction |
@@ -58,6 +61,7 @@ def describe(selection: Selection) -> dict[str, float]:
         "num_segments": batch.num_segments,
         "num_trajectories": len(selection.trajectories),
         "num_failed_trajectories": selection.num_failed,
+        **selection.metrics,
     }
     if selection.trajectories:
         rewards = torch.tensor([t.reward for t in selection.trajectories], dtype=torch.float64)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.credit_settings import CreditSettings
 from asyncrl.losses import resolve
 from asyncrl.losses.presets import BASELINES, SCALES, LossSettings
 from asyncrl.weight_sync.settings import WeightSyncSettings
@@ -37,6 +39,7 @@ class LearnerSettings:
     """What an advantage is relative to, inside its group: "mean", "leave_one_out" or "none"."""
     scale: str = "group_std"
     """What an advantage is divided by: "none", "group_std", "batch_std" or "group_mean"."""
+    credit: CreditSettings = field(default_factory=CreditSettings)
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0; constant after."""
@@ -65,6 +68,12 @@ class LearnerSettings:
     def resolved_loss(self) -> LossSettings:
         """The loss with its settings, checked."""
         return resolve(self.loss, **self.loss_settings)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the starting weights have to stay in memory, for a KL to them."""
+        loss = self.resolved_loss
+        return loss.kl_coef > 0 or loss.objective == "kl" or self.credit.reward_kl_coef > 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
@@ -131,19 +140,21 @@ def read_job(path: Path) -> LearnerJob:
     """Return the job in a JSON file. Raises ConfigError naming the file and the setting."""
     try:
         table = msgspec.json.decode(path.read_bytes())
-        for kind, part in (
-            (LearnerJob, table),
-            (LearnerSettings, table.get("learner", {})),
-            (WeightSyncSettings, table.get("weight_sync", {})),
-        ):
-            unknown = sorted(set(part) - {known.name for known in fields(kind)})
-            if unknown:
-                raise ConfigError(f"{path}: unknown setting {unknown[0]!r}")
+        _refuse_unknown(LearnerJob, table, path)
         return msgspec.convert(table, LearnerJob, dec_hook=_path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _refuse_unknown(kind: type, table: Mapping[str, Any], path: Path) -> None:
+    hints = typing.get_type_hints(kind)
+    for name, value in table.items():
+        if name not in hints:
+            raise ConfigError(f"{path}: unknown setting {name!r}")
+        if is_dataclass(hints[name]) and isinstance(value, Mapping):
+            _refuse_unknown(hints[name], value, path)
 
 
 def _path(kind: type, value: Any) -> Any:

@@ -49,7 +49,7 @@ class Stepper:
         Raises: StalenessError for a token outside the bound; ShapeError for segments that contradict themselves.
         """
         clock = _Clock()
-        selection = select(groups, baseline=self._settings.baseline, scale=self._settings.scale)
+        selection = select(groups, self._settings, reference=self._whole_reference)
         batch = selection.batch
         check_staleness(batch, version=self.version, max_off_policyness=self._max_off_policyness)
         metrics: dict[str, float] = describe(selection)
@@ -67,7 +67,7 @@ class Stepper:
         metrics["num_segments_idle"] = float(self._without_gradient(batch).sum())
         metrics["tokens_forwarded"] = sum(microbatch.num_slots for microbatch in microbatches)
         metrics["seconds_packing"] = clock.lap()
-        loss, records, whole = self.accumulate(batch, microbatches)
+        loss, records, whole = self.accumulate(batch, microbatches, reference=selection.reference_logprobs)
         metrics["seconds_forward_backward"] = clock.lap()
         norm = self._optimizer.gradient_norm()
         metrics |= {"loss": loss, "grad_norm": norm, "grad_norm_nonfinite": float(not math.isfinite(norm))}
@@ -93,9 +93,9 @@ class Stepper:
         return result
 
     def accumulate(
-        self, batch: Batch, microbatches: Sequence[Microbatch]
+        self, batch: Batch, microbatches: Sequence[Microbatch], *, reference: torch.Tensor | None = None
     ) -> tuple[float, dict[str, Record], LossInputs]:
-        """Add the gradients of the batch's loss to the optimizer's sums.
+        """Add the gradients of the batch's loss to the optimizer's sums; `reference` [T] where it is known already.
 
         Returns the loss, the loss's own metrics merged over microbatches, and the whole batch's inputs (detached).
         """
@@ -109,7 +109,8 @@ class Stepper:
             learns = not bool(idle[microbatch.segment_index].all())
             with torch.set_grad_enabled(learns):
                 logprobs_T, entropy_T = self._model.logprobs(there)
-                inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, self._reference_logprobs(there), counts)
+                reference_T = self._reference_logprobs(microbatch, reference)
+                inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, reference_T, counts)
                 output = evaluate(self._settings.loss, inputs, **self._settings.loss_settings)
             if learns:
                 output.loss.backward()
@@ -169,11 +170,23 @@ class Stepper:
         )
         return denominators(self._settings.loss, inputs, **self._settings.loss_settings)
 
-    def _reference_logprobs(self, microbatch: Microbatch) -> torch.Tensor | None:
+    def _reference_logprobs(self, microbatch: Microbatch, known: torch.Tensor | None = None) -> torch.Tensor | None:
+        if known is not None:
+            return known[microbatch.token_index].to(self._device)
         if self._reference is None:
             return None
         with torch.no_grad():
-            return self._reference.logprobs(microbatch)[0]
+            return self._reference.logprobs(to_device(microbatch, self._device))[0]
+
+    def _whole_reference(self, batch: Batch) -> torch.Tensor:
+        """Return [T] log-probs under the frozen reference, before there is any credit to pack by."""
+        found = torch.zeros(batch.num_tokens, dtype=torch.float64)
+        size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
+        for microbatch in split(batch, max_tokens=size, share_prefixes=share):
+            logprobs_T = self._reference_logprobs(microbatch)
+            assert logprobs_T is not None
+            found[microbatch.token_index] = logprobs_T.double().cpu()
+        return found
 
     def _inputs(
         self,
