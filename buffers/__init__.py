@@ -10,6 +10,7 @@ from asyncrl.buffers.journal import Journal, JournalStatistics, read_journal
 from asyncrl.buffers.journal_format import Damage, DamageKind, Record
 from asyncrl.buffers.journal_settings import Fsync, JournalSettings, LostLine
 from asyncrl.buffers.ordering import Candidate, Choice, Order, choose
+from asyncrl.buffers.selection import EpisodeFigures, SelectionStatistics, Stage
 from asyncrl.buffers.settings import BufferSettings
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Choice",
     "Damage",
     "DamageKind",
+    "EpisodeFigures",
     "Fsync",
     "Gate",
     "GateStatistics",
@@ -30,6 +32,8 @@ __all__ = [
     "LostLine",
     "Order",
     "Record",
+    "SelectionStatistics",
+    "Stage",
     "choose",
     "read_journal",
 ]
