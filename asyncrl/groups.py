@@ -9,7 +9,7 @@ import trio
 
 from asyncrl.buffers import BufferSettings, Gate, GroupBuffer
 from asyncrl.errors import EnvironmentFault
-from asyncrl.protocols import Environment, Sampler
+from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
 from asyncrl.rollout import refuse_bad_numbers
 from asyncrl.status import RunStatus
 from asyncrl.types import Group, Task
@@ -100,6 +100,8 @@ class GroupRollouts:
         _check_group(group, self._settings.group_size)
         self._status.count_group(group)
         self._on_group(group)
+        if isinstance(self._environment, LearnsFromGroups):
+            self._environment.observe(task, trajectories)
         if all(trajectory.reward is None for trajectory in trajectories):
             self._drop(group)
         else:

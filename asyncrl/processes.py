@@ -23,6 +23,7 @@ from asyncrl import wire
 from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config, to_table
+from asyncrl.curriculum import with_curriculum
 from asyncrl.engine_processes import NoEngines, open_engines
 from asyncrl.engines import EnginePool
 from asyncrl.environments import load_environment
@@ -136,6 +137,9 @@ async def open_parts(
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
         environment, sandboxes = await _open_environment(config, directory, renderer, stack, say)
+        environment = with_curriculum(
+            environment, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
+        )
         say("starting the engine and the learner" if config.samples else "starting the learner")
         pool: EnginePool | NoEngines = NoEngines()
         if config.samples:

@@ -67,6 +67,15 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class LearnsFromGroups(Protocol):
+    """An environment whose choice of tasks follows from what became of earlier ones."""
+
+    def observe(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
+        """Note a finished group of a task that `get_item` returned, whether it is trained on or not."""
+        ...
+
+
 # --- sandboxes ------------------------------------------------------------------------------------------------
 
 

@@ -149,9 +149,9 @@ class TaskSource:
 
     def __init__(self, tasks: Callable[[int], Sequence[Task]], *, seed: int, epochs: int = 0) -> None:
         """`tasks` returns the tasks of an epoch (0, 1, ...), never none; 0 `epochs` never ends."""
-        self._tasks = tasks
+        self.tasks = tasks
+        self.epochs = epochs
         self._seed = seed
-        self._epochs = epochs
         self._epoch = 0
         self._position = 0
         self._order: list[Task] | None = None
@@ -160,10 +160,10 @@ class TaskSource:
         """Return the next task. Raises: StopIteration after the last epoch."""
         if self._order is not None and self._position == len(self._order):
             self._epoch, self._position, self._order = self._epoch + 1, 0, None
-        if self._epochs and self._epoch >= self._epochs:
+        if self.epochs and self._epoch >= self.epochs:
             raise StopIteration
         if self._order is None:
-            self._order = list(self._tasks(self._epoch))
+            self._order = list(self.tasks(self._epoch))
             Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
         task = self._order[self._position]
         self._position += 1
@@ -176,7 +176,7 @@ class TaskSource:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the task that was last returned before `state`."""
         self._seed, self._epoch, self._position = state["seed"], state["epoch"], state["position"]
-        self._order = list(self._tasks(self._epoch))
+        self._order = list(self.tasks(self._epoch))
         Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
 
 
@@ -243,6 +243,15 @@ class MultiTurnEnvironment(abc.ABC):
     def get_item(self) -> Task:
         """Return the next task to train on. Raises StopIteration when the tasks are used up."""
         return self._tasks.next()
+
+    @property
+    def task_epochs(self) -> int:
+        """Times that the training tasks are asked; 0 never ends."""
+        return self._tasks.epochs
+
+    def training_tasks(self, epoch: int) -> Sequence[Task]:
+        """Return the tasks of an epoch, for a curriculum to choose from."""
+        return self._tasks.tasks(epoch)
 
     def held_out(self) -> Sequence[Task]:
         """Return the tasks that are never trained on."""

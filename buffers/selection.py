@@ -171,7 +171,7 @@ class SelectionStatistics:
 
     def distances(self) -> Mapping[tuple[str, str, Stage], KSDistance]:
         """Return (environment, quantity, trained or dropped) -> its distance from what was generated."""
-        found = {}
+        found: dict[tuple[str, str, Stage], KSDistance] = {}
         for (environment, stage, quantity), distribution in sorted(self._distributions.items()):
             generated = self._distributions.get((environment, Stage.GENERATED, quantity))
             if stage is Stage.GENERATED or generated is None:

@@ -11,6 +11,7 @@ import tomli_w
 
 from asyncrl.buffers import BufferSettings
 from asyncrl.configs.loader import apply_overrides, build, read_toml, to_table
+from asyncrl.curriculum import CurriculumSettings
 from asyncrl.engines import EngineSettings, SamplingSettings
 from asyncrl.environments import EnvironmentSettings, resolve_options
 from asyncrl.errors import ConfigError
@@ -101,6 +102,7 @@ class Config:
 
     model: ModelSettings
     environment: EnvironmentSettings
+    curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
     run: RunSettings = field(default_factory=RunSettings)
     buffer: BufferSettings = field(default_factory=BufferSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)

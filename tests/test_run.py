@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Simulation:
         rates: Rates | None = None,
         num_tasks: int | None = None,
         resume: bool = False,
+        environment: FakeEnvironment | None = None,
     ) -> None:
         rates = rates or Rates()
         self.checkpoints = CheckpointStore(directory, keep=2)
@@ -44,7 +45,7 @@ class Simulation:
         version = checkpoint.version if checkpoint else 0
         self.engine = FakeEngine(rates, random.Random(seed), version=version)
         self.learner = FakeLearner(rates, version=version)
-        self.environment = FakeEnvironment(rates, random.Random(seed + 1), num_tasks=num_tasks)
+        self.environment = environment or FakeEnvironment(rates, random.Random(seed + 1), num_tasks=num_tasks)
         self.recorder = MemoryRecorder()
         self.stop = trio.Event()
         self.run = Run(
@@ -207,6 +208,26 @@ def test_a_reward_that_is_no_number_is_a_failed_episode_whatever_the_environment
     failed = simulation.recorder.groups[0].trajectories[0]
     assert (failed.reward, failed.segments) == (None, ())
     assert failed.detail == "EnvironmentFault: the reward must be a finite number, got nan"
+
+
+class _Observing(FakeEnvironment):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(Rates(), random.Random(1))
+        self.observed: list[tuple[Task, int]] = []
+
+    def observe(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
+        self.observed.append((task, len(trajectories)))
+
+
+def test_an_environment_hears_of_every_finished_group_those_that_are_dropped_too(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, limits=Limits(steps=3), environment=_Observing())
+    simulation.environment.failing = {"task-1"}.__contains__
+    simulate(simulation)
+    assert isinstance(simulation.environment, _Observing)
+    assert simulation.environment.observed == [(group.task, 4) for group in simulation.recorder.groups]
+    assert "task-1" in {task.task_id for task, _ in simulation.environment.observed}
 
 
 def test_a_dead_learner_ends_the_run(tmp_path: Path) -> None:

@@ -7,5 +7,6 @@ __all__ = ["ENVIRONMENTS", "EnvironmentSettings", "load_environment", "resolve_o
 ENVIRONMENTS = {
     "bugfix": "asyncrl.environments.bugfix:BugFixEnvironment",
     "humanevalfix": "asyncrl.environments.humanevalfix:HumanEvalFixEnvironment",
+    "mixed": "asyncrl.environments.mixed:MixedEnvironment",
 }
 """Name -> "module:Class". Any other class is named by "module:Class" itself."""
