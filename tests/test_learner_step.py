@@ -248,6 +248,38 @@ def test_a_reference_kl_is_zero_before_the_first_step_and_positive_after(model_p
 
 
 @pytest.mark.slow
+def test_the_entropy_coefficient_follows_its_target_and_survives_a_restart(model_path: Path, tmp_path: Path) -> None:
+    """A random model's entropy is near log 384 = 5.95 nats: a target above it is never reached."""
+    options = {"entropy_target": 20.0, "entropy_coef_step": 0.25, "loss_settings": {"entropy_coef": 0.5}}
+    learner = Learner(job_for(model_path, tmp_path / "a", **options))
+    seen = [step(learner, random_groups(1, versions=(version,))).metrics["entropy_coef"] for version in range(2)]
+    (tmp_path / "saved").mkdir()
+    learner.answer(SaveRequest(directory=str(tmp_path / "saved")))
+    again = Learner(job_for(model_path, tmp_path / "b", resume_from=tmp_path / "saved", **options))
+    seen += [step(again, random_groups(1, versions=(version,))).metrics["entropy_coef"] for version in (2, 3)]
+    assert seen == [0.5, 0.75, 1.0, 1.0]
+    low = Learner(job_for(model_path, tmp_path / "c", **{**options, "entropy_target": 0.1}))
+    groups = [random_groups(1, versions=(version,)) for version in range(4)]
+    found = [step(low, group).metrics for group in groups]
+    assert [metrics["entropy_coef"] for metrics in found] == [0.5, 0.25, 0.0, 0.0]
+    for one in (learner, again, low):
+        one.close()
+
+
+@pytest.mark.slow
+def test_a_coefficient_that_begins_at_0_reaches_groups_without_an_advantage(model_path: Path, tmp_path: Path) -> None:
+    """Where there is nothing else to learn from, such groups have no gradient; under an entropy term they have."""
+    learner = Learner(job_for(model_path, tmp_path, entropy_target=20.0))
+    alike = make_group(0, [make_segment([1, 2], [([3 + i], [])]) for i in range(2)], [1.0, 1.0])
+    later = make_group(0, [make_segment([1, 2], [([3 + i], [])], version=1) for i in range(2)], [1.0, 1.0])
+    before, after = step(learner, [alike]).metrics, step(learner, [later]).metrics
+    assert (before["grad_norm"], before["num_segments_idle"], before["entropy_coef"]) == (0.0, 2.0, 0.0)
+    assert after["grad_norm"] > 0
+    assert (after["num_segments_idle"], after["entropy_coef"]) == (0.0, 0.005)
+    learner.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_settings", [{}, {"kl_coef": 0.1}])
 def test_a_kl_in_the_reward_is_measured_against_the_starting_weights(
     model_path: Path, tmp_path: Path, loss_settings: dict[str, float]
@@ -280,6 +312,7 @@ def test_a_kl_in_the_reward_is_measured_against_the_starting_weights(
         ({"dtype": "float16"}, "dtype must be one of"),
         ({"learning_rate": -1.0}, "learning_rate must be >= 0"),
         ({"learning_rate": math.nan}, "learning_rate must be >= 0"),
+        ({"entropy_target": -0.1}, "entropy_target must be >= 0"),
         ({"adam_betas": (0.9, 1.0)}, r"adam_betas must lie in \[0, 1\)"),
         ({"microbatch_tokens": 0}, "microbatch_tokens must be >= 1 tokens"),
     ],

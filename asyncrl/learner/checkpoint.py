@@ -1,7 +1,8 @@
 """The learner's part of a checkpoint directory, fsynced file by file.
 
 model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is
-learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, counts of updates)
+learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, counts of updates,
+           what adapts from step to step)
 
 Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no code when it is read.
 """
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -43,6 +45,8 @@ class LearnerState:
     warm_updates: int
     optimizer: Mapping[str, torch.Tensor]
     random: Mapping[str, torch.Tensor]
+    adapted: Mapping[str, float]
+    """name -> number that moves from step to step, as `Stepper.adapted` gave it."""
 
 
 def save(
@@ -52,6 +56,7 @@ def save(
     weights: Mapping[str, torch.Tensor],
     optimizer: Optimizer,
     version: PolicyVersion,
+    adapted: Mapping[str, float],
 ) -> dict[str, int]:
     """Write model and learner below `directory`; return file name -> bytes once all of it is on the disk.
 
@@ -68,8 +73,8 @@ def save(
         _save_tensors(weights, model / _WEIGHTS)
         _save_tensors(optimizer.state(), learner / _OPTIMIZER)
         _save_tensors(_random_state(), learner / _RANDOM)
-        state = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
-        state["warm_updates"] = optimizer.warm_updates
+        state: dict[str, Any] = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
+        state |= {"warm_updates": optimizer.warm_updates, "adapted": dict(adapted)}
         (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
         written = [path for folder in (model, learner) for path in sorted(folder.iterdir())]
         for path in (*written, model, learner, directory):
@@ -97,6 +102,7 @@ def load(directory: Path) -> LearnerState:
         warm_updates=int(state.get("warm_updates", 0)),
         optimizer=_load_tensors(learner / _OPTIMIZER, directory),
         random=_load_tensors(learner / _RANDOM, directory),
+        adapted=state.get("adapted", {}),
     )
 
 

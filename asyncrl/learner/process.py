@@ -55,6 +55,7 @@ class Learner:
             max_off_policyness=job.max_off_policyness,
             reference=self._load(job.model, dtype, device, frozen=True) if settings.needs_reference else None,
             version=state.version if state else 0,
+            adapted=state.adapted if state else {},
         )
         self._supervised = SupervisedStepper(self._model, self._optimizer, settings)
         self._publisher = _publisher(job)
@@ -119,6 +120,7 @@ class Learner:
             weights=self._weights(),
             optimizer=self._optimizer,
             version=self._stepper.version,
+            adapted=self._stepper.adapted,
         )
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | ess_token | effective sample size of the token ratios over their number |
 | clip_fraction_low, clip_fraction_high | tokens whose gradient the loss's bounds zero, by direction |
 | kl_k1, kl_k3, chi2 | behaviour to policy |
+| entropy_coef | of the entropy term in this step's loss |
 | staleness_max, staleness_mean | optimizer steps, over the trained tokens |
 | entropy | exact, of the policy at the trained tokens |
 | mismatch_* | engine against learner at staleness 0 |

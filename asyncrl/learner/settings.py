@@ -35,6 +35,11 @@ class LearnerSettings:
     """A name of `asyncrl.losses.LOSSES`, or "package.module:function"."""
     loss_settings: Mapping[str, Any] = field(default_factory=dict)
     """Put over the loss's own defaults."""
+    entropy_target: float = 0.0
+    """Nats; while the mean entropy at the trained tokens is below it, the loss's `entropy_coef` (it begins with what
+    `loss_settings` say) rises by `entropy_coef_step` a step, and falls as much while it is above; 0 leaves it alone."""
+    entropy_coef_step: float = 0.005
+    """What the adapted `entropy_coef` moves by in a step; it stays from 0 to 1."""
     baseline: str = "mean"
     """What an advantage is relative to, inside its group: "mean", "leave_one_out" or "none"."""
     scale: str = "group_std"
@@ -95,6 +100,8 @@ class LearnerSettings:
             ("weight_decay", 0.0, ""),
             ("max_grad_norm", 0.0, ""),
             ("learning_rate", 0.0, ""),
+            ("entropy_target", 0.0, "nats"),
+            ("entropy_coef_step", 0.0, ""),
         ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.report import attribute, describe, diagnose
 from asyncrl.learner.settings import LearnerSettings
-from asyncrl.losses import LossInputs, denominators, evaluate, reduce
+from asyncrl.losses import LossInputs, denominators, evaluate, next_entropy_coef, reduce, resolve
 from asyncrl.losses.reduction import Record
 from asyncrl.packing import Batch, Microbatch, check_staleness, split, to_device
 from asyncrl.protocols import StepResult
@@ -33,15 +34,25 @@ class Stepper:
         max_off_policyness: int,
         reference: PolicyModel | None = None,
         version: PolicyVersion = 0,
+        adapted: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        """`adapted` is what `adapted` gave before a restart."""
         self.version = version
         self._model = model
         self._optimizer = optimizer
         self._settings = settings
-        self._loss = settings.resolved_loss
+        self._loss_settings = dict(settings.loss_settings)
+        if settings.entropy_target and "entropy_coef" in adapted:
+            self._loss_settings["entropy_coef"] = adapted["entropy_coef"]
+        self._loss = resolve(settings.loss, **self._loss_settings)
         self._max_off_policyness = max_off_policyness
         self._reference = reference
         self._device = next(iter(optimizer.masters.values())).device
+
+    @property
+    def adapted(self) -> dict[str, float]:
+        """What moves from step to step besides weights and optimizer; a checkpoint keeps it."""
+        return {"entropy_coef": self._loss.entropy_coef} if self._settings.entropy_target else {}
 
     def step(self, groups: Sequence[Group], *, learning_rate_scale: float = 1.0) -> StepResult:
         """Return what one optimizer step on `groups` did; the version advances whether or not the weights changed.
@@ -79,7 +90,7 @@ class Stepper:
             self._optimizer.discard()
         metrics["seconds_optimizer"] = clock.lap()
         seen, histograms = diagnose(whole, records, self._settings)
-        metrics |= seen
+        metrics |= seen | self._adapt(seen)
         metrics["seconds_step"] = clock.total()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["seconds_step"]
         result = StepResult(
@@ -91,6 +102,18 @@ class Stepper:
         )
         self.version += 1
         return result
+
+    def _adapt(self, seen: Mapping[str, float]) -> dict[str, float]:
+        """Move the entropy coefficient for the next step, and return the one that this step had."""
+        coef, settings = self._loss.entropy_coef, self._settings
+        if not settings.entropy_target:
+            return {"entropy_coef": coef} if coef else {}
+        following = next_entropy_coef(
+            coef, seen["entropy"], target=settings.entropy_target, delta=settings.entropy_coef_step
+        )
+        self._loss_settings["entropy_coef"] = following
+        self._loss = resolve(settings.loss, **self._loss_settings)
+        return {"entropy_coef": coef}
 
     def accumulate(
         self, batch: Batch, microbatches: Sequence[Microbatch], *, reference: torch.Tensor | None = None
@@ -111,7 +134,7 @@ class Stepper:
                 logprobs_T, entropy_T = self._model.logprobs(there)
                 reference_T = self._reference_logprobs(microbatch, reference)
                 inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, reference_T, counts)
-                output = evaluate(self._settings.loss, inputs, **self._settings.loss_settings)
+                output = evaluate(self._settings.loss, inputs, **self._loss_settings)
             if learns:
                 output.loss.backward()
             total += float(output.loss.detach())
@@ -168,7 +191,7 @@ class Stepper:
             rewards=batch.rewards,
             group_index=batch.group_index,
         )
-        return denominators(self._settings.loss, inputs, **self._settings.loss_settings)
+        return denominators(self._settings.loss, inputs, **self._loss_settings)
 
     def _reference_logprobs(self, microbatch: Microbatch, known: torch.Tensor | None = None) -> torch.Tensor | None:
         if known is not None:
