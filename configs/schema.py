@@ -16,6 +16,7 @@ from asyncrl.engines import EngineSettings, SamplingSettings
 from asyncrl.environments import EnvironmentSettings, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.learner.settings import LearnerSettings
+from asyncrl.learner.teacher_settings import check_temperature
 from asyncrl.sandbox import SandboxSettings
 from asyncrl.warm_start import WarmStartSettings
 from asyncrl.weight_sync.settings import WeightSyncSettings
@@ -119,13 +120,17 @@ class Config:
         if self.engine.port and self.engine.port == self.metrics.port:
             raise ConfigError(f"port {self.engine.port} cannot be both [engine]'s and [metrics]'s")
         self._check_warm_start()
+        self._check_teacher()
         longest = getattr(resolve_options(self.environment), "max_episode_tokens", 0)
         if longest > self.engine.max_model_len:
             raise ConfigError(
                 f"max_episode_tokens = {longest} ([environment.options]) must not exceed max_model_len = "
                 f"{self.engine.max_model_len} ([engine])"
             )
-        if self.buffer.group_size == 1 and self.learner.baseline != "none":
+        loss = self.learner.resolved_loss
+        if self.buffer.group_size == 1 and loss.objective == "pairs":
+            raise ConfigError(f"group_size must be >= 2 with loss = {loss.name!r}: it compares a group's trajectories")
+        if self.buffer.group_size == 1 and self.learner.baseline != "none" and loss.reads_advantage:
             raise ConfigError(
                 f"group_size must be >= 2 with baseline = {self.learner.baseline!r}: a group of one has no baseline "
                 f'and would never be trained on; raise group_size ([buffer]) or set baseline = "none" ([learner])'
@@ -141,6 +146,20 @@ class Config:
             raise ConfigError("path must be given ([warm_start])")
         if not self.warm_start.enabled and not self.run.steps:
             raise ConfigError("steps must be >= 1, got 0 ([run]): only a run with a [warm_start] may take none")
+
+    def _check_teacher(self) -> None:
+        teacher = self.learner.teacher
+        check_temperature(self.sampling.temperature, teacher, self.learner.reference)
+        told = getattr(resolve_options(self.environment), "teacher_prompts", None)
+        if told and teacher.source == "none":
+            raise ConfigError(
+                "teacher_prompts = true ([environment.options]) needs a teacher: set source ([learner.teacher])"
+            )
+        if told is False and teacher.source == "self" and not teacher.ema_rate:
+            raise ConfigError(
+                "source = 'self' ([learner.teacher]) needs teacher_prompts = true ([environment.options]), or an "
+                "ema_rate: the policy alone has nothing to teach itself"
+            )
 
     @property
     def samples(self) -> bool:

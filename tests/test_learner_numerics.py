@@ -172,9 +172,9 @@ def test_neither_split_nor_sharing_nor_order_change_loss_or_gradient(loss: str) 
 class GradNoting(PolicyModel):
     """A model that notes which of its forwards are to be differentiated."""
 
-    def logprobs(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(self, microbatch: Microbatch) -> torch.Tensor:
         self.grad_enabled = [*getattr(self, "grad_enabled", []), torch.is_grad_enabled()]
-        return super().logprobs(microbatch)
+        return super().hidden(microbatch)
 
 
 @pytest.mark.slow

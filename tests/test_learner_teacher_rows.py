@@ -10,13 +10,14 @@ from synthetic_groups import make_group, make_segment, random_groups
 
 from asyncrl.errors import ShapeError
 from asyncrl.learner.credit import select
+from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teacher_rows import take, teacher_rows
 from asyncrl.packing import Batch
 from asyncrl.types import Group, Segment, TokenIds
 
 
 def batch_of(*segments: Segment) -> Batch:
-    return select([make_group(0, segments, [1.0, *[0.0] * (len(segments) - 1)])], baseline="mean", scale="none").batch
+    return select([make_group(0, segments, [1.0, *[0.0] * (len(segments) - 1)])], LearnerSettings()).batch
 
 
 def row(batch: Batch, index: int) -> list[int]:
@@ -39,7 +40,7 @@ def test_the_teacher_reads_its_own_prompt_and_then_what_the_policy_read() -> Non
 
 def test_every_trained_token_stands_where_the_teacher_reads_it() -> None:
     groups = [told(group) for group in random_groups(3, num_groups=3)]
-    batch = select(groups, baseline="mean", scale="none").batch
+    batch = select(groups, LearnerSettings()).batch
     read = teacher_rows(batch)
     assert torch.equal(read.rows.token_ids[read.place[batch.loss_mask]], batch.token_ids[batch.loss_mask])
     before = read.place[batch.loss_mask.nonzero().flatten()] - 1
@@ -72,7 +73,7 @@ def test_a_mask_that_was_narrowed_later_does_not_move_the_prompts_end() -> None:
 
 
 def test_segments_can_be_taken_out_of_a_batch() -> None:
-    batch = select(random_groups(4), baseline="mean", scale="none").batch
+    batch = select(random_groups(4), LearnerSettings()).batch
     part, where = take(batch, torch.tensor([5, 2]))
     assert [row(part, 0), row(part, 1)] == [row(batch, 5), row(batch, 2)]
     assert torch.equal(batch.token_ids[where], part.token_ids)

@@ -2,7 +2,7 @@
 
 model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is
 learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, counts of updates,
-           what adapts from step to step)
+           what adapts from step to step); teacher.safetensors where the teacher is an average of the policy's weights
 
 Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no code when it is read.
 """
@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ LEARNER = "learner"
 _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _RANDOM = "rng.safetensors"
+_TEACHER = "teacher.safetensors"
 _STATE = "state.json"
 _FORMAT = 1
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
@@ -47,6 +49,8 @@ class LearnerState:
     random: Mapping[str, torch.Tensor]
     adapted: Mapping[str, float]
     """name -> number that moves from step to step, as `Stepper.adapted` gave it."""
+    teacher: Mapping[str, torch.Tensor]
+    """Empty where the teacher had no state of its own."""
 
 
 def save(
@@ -57,6 +61,7 @@ def save(
     optimizer: Optimizer,
     version: PolicyVersion,
     adapted: Mapping[str, float],
+    teacher: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Write model and learner below `directory`; return file name -> bytes once all of it is on the disk.
 
@@ -73,8 +78,10 @@ def save(
         _save_tensors(weights, model / _WEIGHTS)
         _save_tensors(optimizer.state(), learner / _OPTIMIZER)
         _save_tensors(_random_state(), learner / _RANDOM)
+        if teacher:
+            _save_tensors(teacher, learner / _TEACHER)
         state: dict[str, Any] = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
-        state |= {"warm_updates": optimizer.warm_updates, "adapted": dict(adapted)}
+        state |= {"warm_updates": optimizer.warm_updates, "adapted": dict(adapted), "teacher": bool(teacher)}
         (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
         written = [path for folder in (model, learner) for path in sorted(folder.iterdir())]
         for path in (*written, model, learner, directory):
@@ -103,6 +110,7 @@ def load(directory: Path) -> LearnerState:
         optimizer=_load_tensors(learner / _OPTIMIZER, directory),
         random=_load_tensors(learner / _RANDOM, directory),
         adapted=state.get("adapted", {}),
+        teacher=_load_tensors(learner / _TEACHER, directory) if state.get("teacher") else {},
     )
 
 

@@ -35,6 +35,17 @@ class PolicyModel:
         return int(self.model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
 
     @property
+    def head(self) -> torch.Tensor:
+        """[V, C] weight of the LM head."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight  # type: ignore[operator]
+        return weight
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """In which the head's product is taken in the forward pass."""
+        return self._head_dtype or self.head.dtype
+
+    @property
     def num_parameters(self) -> int:
         """Trained numbers; tied embeddings count once."""
         return sum(p.numel() for p in self.model.parameters())

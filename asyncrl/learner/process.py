@@ -21,11 +21,12 @@ import torch
 from asyncrl import wire
 from asyncrl.errors import ConfigError
 from asyncrl.learner import checkpoint
-from asyncrl.learner.model import PolicyModel, load_model
+from asyncrl.learner.model import load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.settings import LearnerJob, read_job
 from asyncrl.learner.step import Stepper
 from asyncrl.learner.supervised import SupervisedStepper
+from asyncrl.learner.teachers import open_teachers
 from asyncrl.protocols import StepResult, WeightPublisher
 from asyncrl.weight_sync import TRANSPORTS
 
@@ -40,40 +41,34 @@ class Learner:
             torch.set_num_threads(settings.threads)
         self._job = job
         device = _device(settings.device)
-        dtype = getattr(torch, settings.dtype)
         resumed = Path(job.resume_from) if job.resume_from else None
         state = checkpoint.load(resumed) if resumed else None
-        self._model = self._load(job.model, dtype, device, checkpointing=settings.gradient_checkpointing)
+        self._model = load_model(
+            job.model,
+            dtype=getattr(torch, settings.dtype),
+            device=device,
+            temperature=job.temperature,
+            head_dtype=torch.float32 if settings.head_dtype == "float32" else None,
+            gradient_checkpointing=settings.gradient_checkpointing,
+        )
         self._optimizer = Optimizer(self._model.tensors(), settings)
         if state is not None:
             self._optimizer.restore(state.optimizer, updates=state.updates, warm_updates=state.warm_updates)
             checkpoint.restore_random_state(state.random)
+        self._teachers = open_teachers(job, self._model, self._optimizer.masters, device)
+        if state is not None:
+            self._teachers.restore(state.teacher)
         self._stepper = Stepper(
             self._model,
             self._optimizer,
             settings,
             max_off_policyness=job.max_off_policyness,
-            reference=self._load(job.model, dtype, device, frozen=True) if settings.needs_reference else None,
+            teachers=self._teachers,
             version=state.version if state else 0,
             adapted=state.adapted if state else {},
         )
         self._supervised = SupervisedStepper(self._model, self._optimizer, settings)
         self._publisher = _publisher(job)
-
-    def _load(
-        self, path: Path, dtype: torch.dtype, device: torch.device, *, frozen: bool = False, checkpointing: bool = False
-    ) -> PolicyModel:
-        model = load_model(
-            path,
-            dtype=dtype,
-            device=device,
-            temperature=self._job.temperature,
-            head_dtype=torch.float32 if self._job.learner.head_dtype == "float32" else None,
-            gradient_checkpointing=checkpointing,
-        )
-        if frozen:
-            model.model.requires_grad_(False)
-        return model
 
     def hello(self) -> wire.Hello:
         """Return the first message of a learner that is ready."""
@@ -121,11 +116,13 @@ class Learner:
             optimizer=self._optimizer,
             version=self._stepper.version,
             adapted=self._stepper.adapted,
+            teacher=self._teachers.state(),
         )
 
     def close(self) -> None:
-        """Remove what was published. May be called twice."""
+        """Remove what was published, and leave the servers that were asked. May be called twice."""
         self._publisher.close()
+        self._teachers.close()
 
 
 def serve(stream: socket.socket, settings_path: Path) -> int:

@@ -25,6 +25,8 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | staleness_max, staleness_mean | optimizer steps, over the trained tokens |
 | entropy | exact, of the policy at the trained tokens |
 | mismatch_* | engine against learner at staleness 0 |
+| teacher_divergence, divergence_clipped_frac | of a teacher, over the trained tokens, as cut; share of tokens cut |
+| num_pairs, num_unpaired_trajectories, num_groups_without_pair | of a preference loss |
 
 and everything else that `asyncrl.losses.diagnostics` and the loss itself report, under their own names.
 """

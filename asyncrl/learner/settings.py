@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.credit_settings import CreditSettings
+from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings, check_teacher, check_temperature
 from asyncrl.losses import resolve
 from asyncrl.losses.presets import BASELINES, SCALES, LossSettings
 from asyncrl.weight_sync.settings import WeightSyncSettings
@@ -20,6 +21,23 @@ from asyncrl.weight_sync.settings import WeightSyncSettings
 DTYPES = ("bfloat16", "float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 HEAD_DTYPES = ("float32", "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSettings:
+    """Which trajectories of a group a preference loss compares."""
+
+    min_gap: float = 0.0
+    """Rewards of a pair differ by more than this."""
+    per_group: int = 1
+    """Pairs of one group: best against worst, then second best against second worst, while there is a gap."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot run, by the setting's name."""
+        if not (math.isfinite(self.min_gap) and self.min_gap >= 0):
+            raise ConfigError(f"min_gap must be >= 0, got {self.min_gap} ([learner.pairs])")
+        if self.per_group < 1:
+            raise ConfigError(f"per_group must be >= 1 pairs, got {self.per_group} ([learner.pairs])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +86,11 @@ class LearnerSettings:
     """CPU threads; 0 takes one a core."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
+    """Whom losses that need one learn from."""
+    reference: ReferenceSettings = field(default_factory=ReferenceSettings)
+    """What a KL term, a KL in the reward and preferences are relative to."""
+    pairs: PairSettings = field(default_factory=PairSettings)
 
     @property
     def resolved_loss(self) -> LossSettings:
@@ -76,9 +99,10 @@ class LearnerSettings:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the starting weights have to stay in memory, for a KL to them."""
+        """Whether the log-probs of the reference are read: by the loss, in the reward, or by a loss of one's own."""
         loss = self.resolved_loss
-        return loss.kl_coef > 0 or loss.objective == "kl" or self.credit.reward_kl_coef > 0
+        own = loss.objective == "custom" and self.reference != ReferenceSettings()
+        return loss.reads_reference or self.credit.reward_kl_coef > 0 or own
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
@@ -111,9 +135,15 @@ class LearnerSettings:
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ConfigError(f"adam_betas must lie in [0, 1), got {list(self.adam_betas)} ([learner])")
         loss = self.resolved_loss
-        if loss.advantage == "teacher" or loss.objective == "pairs":
-            needs = "a teacher model" if loss.advantage == "teacher" else "preference pairs"
-            raise ConfigError(f"loss {self.loss!r} needs {needs}, which the learner cannot provide ([learner])")
+        check_teacher(loss, self.teacher)
+        unread = {
+            "reference": not self.needs_reference and self.reference != ReferenceSettings(),
+            "pairs": loss.objective != "pairs" and self.pairs != PairSettings(),
+            "credit": loss.objective == "pairs" and self.credit != CreditSettings(),
+        }
+        for section, found in unread.items():
+            if found:
+                raise ConfigError(f"[learner.{section}] is set and not read by loss {self.loss!r} ([learner])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +171,7 @@ class LearnerJob:
             raise ConfigError(f"temperature must be > 0, got {self.temperature}")
         if self.max_off_policyness < 0:
             raise ConfigError(f"max_off_policyness must be >= 0 optimizer steps, got {self.max_off_policyness}")
+        check_temperature(self.temperature, self.learner.teacher, self.learner.reference)
 
 
 def read_job(path: Path) -> LearnerJob:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from asyncrl.learner.credit import select
+from asyncrl.learner.credit import Selection, select
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.preferences import choose_pairs, pair_inputs, split_pairs
 from asyncrl.learner.report import attribute, describe, diagnose
 from asyncrl.learner.settings import LearnerSettings
+from asyncrl.learner.teachers import Teachers
 from asyncrl.losses import LossInputs, denominators, evaluate, next_entropy_coef, reduce, resolve
 from asyncrl.losses.reduction import Record
 from asyncrl.packing import Batch, Microbatch, check_staleness, split, to_device
@@ -23,7 +25,7 @@ from asyncrl.types import Group, PolicyVersion
 
 
 class Stepper:
-    """Takes optimizer steps on one model. `reference` is the frozen model of a KL term, where the loss has one."""
+    """Takes optimizer steps on one model; `teachers` are the teacher and the reference, where the loss needs them."""
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class Stepper:
         settings: LearnerSettings,
         *,
         max_off_policyness: int,
-        reference: PolicyModel | None = None,
+        teachers: Teachers | None = None,
         version: PolicyVersion = 0,
         adapted: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
@@ -46,8 +48,8 @@ class Stepper:
             self._loss_settings["entropy_coef"] = adapted["entropy_coef"]
         self._loss = resolve(settings.loss, **self._loss_settings)
         self._max_off_policyness = max_off_policyness
-        self._reference = reference
         self._device = next(iter(optimizer.masters.values())).device
+        self._teachers = teachers or Teachers(self._loss, model, self._device)
 
     @property
     def adapted(self) -> dict[str, float]:
@@ -60,20 +62,14 @@ class Stepper:
         Raises: StalenessError for a token outside the bound; ShapeError for segments that contradict themselves.
         """
         clock = _Clock()
-        selection = select(groups, self._settings, reference=self._whole_reference)
+        selection = self._select(groups)
         batch = selection.batch
         check_staleness(batch, version=self.version, max_off_policyness=self._max_off_policyness)
         metrics: dict[str, float] = describe(selection)
         if not batch.num_loss_tokens:
             self.version += 1
             return StepResult(version=self.version, metrics=metrics, stepped=False)
-        microbatches = split(
-            batch,
-            max_tokens=self._settings.microbatch_tokens,
-            share_prefixes=self._settings.share_prefixes,
-            observations=self._loss.observation_coef > 0,
-            apart=self._without_gradient(batch),
-        )
+        microbatches = self._split(batch)
         metrics["num_microbatches"] = len(microbatches)
         metrics["num_segments_idle"] = float(self._without_gradient(batch).sum())
         metrics["tokens_forwarded"] = sum(microbatch.num_slots for microbatch in microbatches)
@@ -86,6 +82,7 @@ class Stepper:
         stepped = math.isfinite(norm)
         if stepped:
             self._optimizer.step(norm, scale=learning_rate_scale)
+            self._teachers.advance()
         else:
             self._optimizer.discard()
         metrics["seconds_optimizer"] = clock.lap()
@@ -115,6 +112,23 @@ class Stepper:
         self._loss = resolve(settings.loss, **self._loss_settings)
         return {"entropy_coef": coef}
 
+    def _select(self, groups: Sequence[Group]) -> Selection:
+        if self._loss.objective == "pairs":
+            return choose_pairs(groups, self._settings.pairs)
+        return select(groups, self._settings, reference=self._teachers.reference_logprobs)
+
+    def _split(self, batch: Batch) -> list[Microbatch]:
+        size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
+        if self._loss.objective == "pairs":
+            return split_pairs(batch, max_tokens=size, share_prefixes=share)
+        return split(
+            batch,
+            max_tokens=size,
+            share_prefixes=share,
+            observations=self._loss.observation_coef > 0,
+            apart=self._without_gradient(batch),
+        )
+
     def accumulate(
         self, batch: Batch, microbatches: Sequence[Microbatch], *, reference: torch.Tensor | None = None
     ) -> tuple[float, dict[str, Record], LossInputs]:
@@ -123,6 +137,7 @@ class Stepper:
         Returns the loss, the loss's own metrics merged over microbatches, and the whole batch's inputs (detached).
         """
         counts = self._denominators(batch, microbatches)
+        read = self._teachers.read(batch, reference=reference)
         policy = torch.zeros(batch.num_tokens, dtype=torch.float64)
         entropy = torch.zeros(batch.num_tokens, dtype=torch.float64)
         total, parts = 0.0, []
@@ -131,9 +146,10 @@ class Stepper:
             there = to_device(microbatch, self._device)
             learns = not bool(idle[microbatch.segment_index].all())
             with torch.set_grad_enabled(learns):
-                logprobs_T, entropy_T = self._model.logprobs(there)
-                reference_T = self._reference_logprobs(microbatch, reference)
-                inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, reference_T, counts)
+                hidden = self._model.hidden(there)
+                logprobs_T, entropy_T = self._model.logprobs(there, hidden)
+                given = {**counts, **read.given(microbatch, hidden)}
+                inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, given)
                 output = evaluate(self._settings.loss, inputs, **self._loss_settings)
             if learns:
                 output.loss.backward()
@@ -156,15 +172,18 @@ class Stepper:
         return total, reduce(parts), whole
 
     def _without_gradient(self, batch: Batch) -> torch.Tensor:
-        """Return [S] bool: segments whose advantages are all 0 under a loss that has no other term.
+        """Return [S] bool: segments that have no gradient, because every advantage is 0 or their reward is too small.
 
         Such groups are half of a batch early in training; they are forwarded for the diagnostics alone.
         """
-        if not self._loss.needs_advantage:
-            return torch.zeros(batch.num_segments, dtype=torch.bool)
-        active = (batch.advantages != 0) & batch.loss_mask
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), active.long().cumsum(0)])
-        return before[batch.cu_seqlens[1:]] == before[batch.cu_seqlens[:-1]]
+        idle = torch.zeros(batch.num_segments, dtype=torch.bool)
+        if self._loss.min_reward is not None and not self._loss.observation_coef:
+            idle |= batch.rewards <= self._loss.min_reward
+        if self._loss.needs_advantage:
+            active = (batch.advantages != 0) & batch.loss_mask
+            before = torch.cat([torch.zeros(1, dtype=torch.int64), active.long().cumsum(0)])
+            idle |= before[batch.cu_seqlens[1:]] == before[batch.cu_seqlens[:-1]]
+        return idle
 
     def _denominators(self, batch: Batch, microbatches: Sequence[Microbatch]) -> dict[str, Any]:
         """Return the counts of the whole batch that the loss divides by, before the first backward pass.
@@ -183,33 +202,26 @@ class Stepper:
             behaviour_logprobs=batch.behaviour_logprobs,
             proximal_logprobs=policy,
             reference_logprobs=policy,
+            teacher_logprobs=policy,
+            teacher_divergence=torch.zeros_like(policy),
             entropy=torch.zeros_like(policy),
             advantages=batch.advantages,
             loss_mask=batch.loss_mask,
             observation_mask=batch.observation_mask,
-            cu_seqlens=batch.cu_seqlens,
-            rewards=batch.rewards,
-            group_index=batch.group_index,
+            **self._by_sequence(batch, torch.arange(batch.num_segments), batch.cu_seqlens),
         )
         return denominators(self._settings.loss, inputs, **self._loss_settings)
 
-    def _reference_logprobs(self, microbatch: Microbatch, known: torch.Tensor | None = None) -> torch.Tensor | None:
-        if known is not None:
-            return known[microbatch.token_index].to(self._device)
-        if self._reference is None:
-            return None
-        with torch.no_grad():
-            return self._reference.logprobs(to_device(microbatch, self._device))[0]
-
-    def _whole_reference(self, batch: Batch) -> torch.Tensor:
-        """Return [T] log-probs under the frozen reference, before there is any credit to pack by."""
-        found = torch.zeros(batch.num_tokens, dtype=torch.float64)
-        size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
-        for microbatch in split(batch, max_tokens=size, share_prefixes=share):
-            logprobs_T = self._reference_logprobs(microbatch)
-            assert logprobs_T is not None
-            found[microbatch.token_index] = logprobs_T.double().cpu()
-        return found
+    def _by_sequence(self, batch: Batch, segments: torch.Tensor, cu_seqlens: torch.Tensor) -> dict[str, Any]:
+        """Return the loss's inputs that are by sequence: a segment, or where trajectories are compared all of one's."""
+        found = {
+            "cu_seqlens": cu_seqlens,
+            "rewards": batch.rewards[segments],
+            "group_index": batch.group_index[segments],
+        }
+        if self._loss.objective == "pairs":
+            found = pair_inputs(batch, segments)
+        return {name: values.to(self._device) for name, values in found.items()}
 
     def _inputs(
         self,
@@ -217,11 +229,11 @@ class Stepper:
         microbatch: Microbatch,
         logprobs_T: torch.Tensor,
         entropy_T: torch.Tensor,
-        reference_T: torch.Tensor | None,
-        counts: Mapping[str, Any],
+        given: Mapping[str, Any],
     ) -> LossInputs:
+        """Return the loss's inputs; `given` are counts of the whole batch, and what teachers found here, by name."""
         tokens, segments, device = microbatch.token_index, microbatch.segment_index, self._device
-        here = dict(counts)
+        here = dict(given)
         if "num_prompt_tokens" in here:
             here["num_prompt_tokens"] = here["num_prompt_tokens"][segments].to(device)
         return LossInputs(
@@ -229,16 +241,13 @@ class Stepper:
             behaviour_logprobs=batch.behaviour_logprobs[tokens].to(device),
             # One optimizer step a batch: the weights just before the update are the ones that were just forwarded.
             proximal_logprobs=logprobs_T.detach(),
-            reference_logprobs=reference_T,
             advantages=batch.advantages[tokens].to(device),
             loss_mask=batch.loss_mask[tokens].to(device),
             observation_mask=batch.observation_mask[tokens].to(device) if self._loss.observation_coef else None,
-            cu_seqlens=microbatch.cu_seqlens.to(device),
             versions=batch.versions[tokens].to(device),
             policy_version=self.version,
-            rewards=batch.rewards[segments].to(device),
-            group_index=batch.group_index[segments].to(device),
             entropy=entropy_T,
+            **self._by_sequence(batch, segments, microbatch.cu_seqlens),
             **here,
         )
 

@@ -1,0 +1,100 @@
+"""Models in the learner that are asked and not trained, and the moving average that one of them may be.
+
+Legend: `W` tokens of the rows that are asked about, `N` predictions, `C` hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.model import PolicyModel
+from asyncrl.packing import Batch, split, to_device
+
+
+class Replica:
+    """A model that reads a batch's rows, never with a gradient. The policy itself can be one."""
+
+    def __init__(self, model: PolicyModel, device: torch.device, *, max_tokens: int, share_prefixes: bool) -> None:
+        self.model = model
+        self._device = device
+        self._max_tokens = max_tokens
+        self._share_prefixes = share_prefixes
+
+    def logprobs(self, rows: Batch) -> torch.Tensor:
+        """Return [W] nats of the tokens that `rows.loss_mask` marks, 0.0 for all others; on the CPU."""
+        found = torch.zeros(rows.num_tokens, dtype=_wide(self.model.head.dtype))
+        with torch.no_grad():
+            for microbatch in split(rows, max_tokens=self._max_tokens, share_prefixes=self._share_prefixes):
+                logprobs, _ = self.model.logprobs(to_device(microbatch, self._device))
+                found[microbatch.token_index] = logprobs.cpu()
+        return found
+
+    def states(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states [N, C] on the device, and [W] int64 which of them predicts each marked token.
+
+        -1 for tokens that `rows.loss_mask` does not mark.
+        """
+        states: list[torch.Tensor] = []
+        row = torch.full((rows.num_tokens,), -1, dtype=torch.int64)
+        with torch.no_grad():
+            for microbatch in split(rows, max_tokens=self._max_tokens, share_prefixes=self._share_prefixes):
+                marked = microbatch.token_index[microbatch.scored_index]
+                row[marked] = microbatch.prediction_index + sum(map(len, states))
+                states.append(self.model.hidden(to_device(microbatch, self._device)))
+        return torch.cat(states), row
+
+
+class MovingAverage:
+    """Weights that follow the policy's: average += rate (policy - average) after each step, in the masters' dtype.
+
+    It begins where the policy is when it is first asked, so that a warm start is in it.
+    Source: a teacher of averaged weights as in SDPO, arXiv:2601.20802 (rate 0.05 there).
+    """
+
+    def __init__(self, model: PolicyModel, masters: Mapping[str, torch.Tensor], rate: float) -> None:
+        """`model` is what holds the average in the dtype that it computes with; `masters` are the policy's, live."""
+        self._parameters = model.tensors()
+        self._masters = masters
+        self._rate = rate
+        self._average: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Start at the policy's present weights, the first time."""
+        if not self._average:
+            self._average = {name: self._masters[name].clone() for name in self._parameters}
+            self._copy()
+
+    def advance(self) -> None:
+        """Move towards the policy's present weights."""
+        for name, average in self._average.items():
+            average.lerp_(self._masters[name], self._rate)
+        self._copy()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the average by parameter name; nothing where it has not begun."""
+        return dict(self._average)
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `state` returned. Raises: CheckpointError naming what is missing or of another shape."""
+        if not state:
+            return
+        self.begin()
+        for name, average in self._average.items():
+            found = state.get(name)
+            if found is None or found.shape != average.shape:
+                what = "is missing" if found is None else f"has shape {list(found.shape)}, not {list(average.shape)}"
+                raise CheckpointError(f"the teacher's average: {name} {what}")
+            average.copy_(found)
+        self._copy()
+
+    def _copy(self) -> None:
+        with torch.no_grad():
+            for name, average in self._average.items():
+                self._parameters[name].copy_(average)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
