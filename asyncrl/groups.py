@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
-from asyncrl.buffers import BufferSettings, Gate, GroupBuffer
+from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
 from asyncrl.rollout import refuse_bad_numbers
+from asyncrl.sampler import CountingSampler
 from asyncrl.status import RunStatus
-from asyncrl.types import Group, Task
+from asyncrl.types import Completion, Group, Task
 from asyncrl.waiting import RunningGroup, WatchedSampler
 
 _MAX_FAILED_GROUPS = 3  # this many groups in a row without one usable episode: the environment is broken, stop
@@ -32,6 +33,7 @@ class GroupRollouts:
         *,
         gate: Gate,
         buffer: GroupBuffer,
+        ledger: Ledger,
         status: RunStatus,
         on_group: Callable[[Group], None],
         stop: trio.Event,
@@ -43,6 +45,7 @@ class GroupRollouts:
         self._settings = settings
         self._gate = gate
         self._buffer = buffer
+        self._ledger = ledger
         self._status = status
         self._on_group = on_group
         self._stop = stop
@@ -75,6 +78,7 @@ class GroupRollouts:
                     self.tasks_ended = True
                     break
                 self._buffer.admit(group_id)
+                self._ledger.admit(group_id, num_trajectories=self._settings.group_size)
                 self._open_tasks[group_id] = task
                 nursery.start_soon(self._rollout, group_id, task)
             self._buffer.end_admission()
@@ -84,7 +88,7 @@ class GroupRollouts:
         running = self.running[group_id] = RunningGroup(group_id, task.task_id, admitted_at)
         collected = await self._environment.collect_trajectories(
             task,
-            WatchedSampler(self._sampler, running),
+            WatchedSampler(self._counting(group_id), running),
             group_id=str(group_id),
             group_size=self._settings.group_size,
         )
@@ -98,6 +102,7 @@ class GroupRollouts:
             admitted_version=version,
         )
         _check_group(group, self._settings.group_size)
+        self._ledger.finish(group)
         self._status.count_group(group)
         self._on_group(group)
         if isinstance(self._environment, LearnsFromGroups):
@@ -107,6 +112,12 @@ class GroupRollouts:
         else:
             self._failed_in_a_row = 0
             self._buffer.put(group)
+
+    def _counting(self, group_id: int) -> Sampler:
+        def count(trajectory_id: str, completion: Completion) -> None:
+            self._ledger.sample(group_id, trajectory_id, len(completion.token_ids))
+
+        return CountingSampler(self._sampler, count)
 
     def _drop(self, group: Group) -> None:
         """Count a group without one usable episode, free its slot, and end the run when that goes on."""
@@ -118,6 +129,7 @@ class GroupRollouts:
                 f"{self._failed_in_a_row} groups in a row had no usable episode; the last, of task "
                 f"{group.task.task_id}: {'; '.join(details[:3])}"
             )
+        self._ledger.drop(group.group_id, "all_failed")
         self._buffer.drop(group.group_id, "all_failed")
         del self._open_tasks[group.group_id]
         self._gate.release([group.group_id])

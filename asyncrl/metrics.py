@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from asyncrl.buffers import Amount, Statement
 from asyncrl.run import Run
 from asyncrl.status import RunStatus
 
@@ -115,6 +116,7 @@ class RunCollector(Collector):
             "reason",
             status.groups_dropped,
         )
+        yield from _accounting(self._run.ledger.statement())
         gate, buffer = self._run.gate.statistics(), self._run.buffer.statistics()
         yield GaugeMetricFamily("asyncrl_gate_slots", "Slots of the gate.", value=gate.num_slots)
         yield GaugeMetricFamily("asyncrl_gate_slots_held", "Slots held by groups.", value=gate.held)
@@ -127,6 +129,34 @@ class RunCollector(Collector):
         if status.evaluations:
             rate = status.evaluations[-1].solve_rate
             yield GaugeMetricFamily("asyncrl_evaluation_solve_ratio", "Held-out solve rate, last measured.", value=rate)
+
+
+def _accounting(statement: Statement) -> Iterable[Metric]:
+    dropped = sum(statement.dropped.values(), start=Amount())
+    states = {
+        "generated": statement.generated,
+        "trained": statement.trained,
+        "in_buffer": statement.in_buffer,
+        "in_flight": statement.in_flight,
+        "dropped": dropped,
+        "missing": statement.difference,
+    }
+    for unit in ("groups", "trajectories", "tokens"):
+        yield _labelled(
+            GaugeMetricFamily,
+            f"asyncrl_accounted_{unit}",
+            "What was generated, and where it is: trained, in_buffer, in_flight, dropped; missing is always 0.",
+            "state",
+            {state: getattr(amount, unit) for state, amount in states.items()},
+        )
+        if unit != "groups":  # those are counted above
+            yield _labelled(
+                CounterMetricFamily,
+                f"asyncrl_{unit}_dropped",
+                f"Sampled {unit} that were not trained on, by reason.",
+                "reason",
+                {reason: getattr(amount, unit) for reason, amount in statement.dropped.items()},
+            )
 
 
 def _labelled(family: Any, name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:

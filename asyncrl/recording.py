@@ -119,6 +119,7 @@ class RunRecorder:
                 "moment": moment(self._run),
                 "waiting": self._run.explain(),
                 "counters": status.counters() | {"seconds": self._run.seconds},
+                "accounting": self._run.ledger.statement().as_dict(),
                 "last_step": dict(status.last_step),
             },
         )

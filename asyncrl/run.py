@@ -10,7 +10,7 @@ process, file or clock: everything it drives is a `Parts`, real (`asyncrl.proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean
@@ -18,14 +18,15 @@ from typing import Any, Protocol
 
 import trio
 
-from asyncrl.buffers import BufferSettings, Gate, GroupBuffer
+from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.errors import StalenessError, WeightSyncError
 from asyncrl.evaluation import evaluate, is_solved
 from asyncrl.groups import GroupRollouts
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
+from asyncrl.sampler import CountingSampler
 from asyncrl.status import EvaluationResult, RunStatus
-from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds
+from asyncrl.types import Group, PolicyVersion, Task
 from asyncrl.waiting import Queue, explain
 from asyncrl.warm_start import WarmStart
 
@@ -112,7 +113,8 @@ class Run:
         self._warm_start = warm_start
         self._warm_start_state = state.get("warm_start")
         self.status = status
-        self._sampler = _CountingSampler(parts.sampler, status)
+        self._sampler = CountingSampler(parts.sampler, lambda _, completion: status.count_completion(completion))
+        self.ledger = Ledger()
         self.gate = Gate(buffer.num_slots, first_group_id=state.get("next_group_id", 0))
         self.buffer = GroupBuffer(
             groups_per_step=buffer.groups_per_step,
@@ -128,6 +130,7 @@ class Run:
             buffer,
             gate=self.gate,
             buffer=self.buffer,
+            ledger=self.ledger,
             status=status,
             on_group=recorder.group,
             stop=stop,
@@ -139,6 +142,8 @@ class Run:
         self._phase_began = 0.0
         if resume_from:
             status.restore(state["counters"])
+            if "accounting" in state:
+                self.ledger.restore(state["accounting"])
             parts.environment.restore(state["environment"])
 
     async def train(self) -> None:
@@ -238,6 +243,7 @@ class Run:
         result = await self._parts.learner.step(groups)
         times["stepped"] = trio.current_time()
         self.status.count_step(groups, result, staleness)
+        self.ledger.train(group.group_id for group in groups)
         reports = await self._sync()
         times["synced"] = trio.current_time()
         self.gate.release([group.group_id for group in groups])
@@ -317,6 +323,7 @@ class Run:
         counters = self.status.counters() | {"seconds_before": self.seconds}
         return {
             "counters": counters,
+            "accounting": self.ledger.statement().as_dict(),
             "environment": self._parts.environment.state(),
             "warm_start": self._warm_start.state() if self._warm_start else self._warm_start_state,
             "next_group_id": self.gate.next_group_id,
@@ -353,21 +360,3 @@ class Run:
 async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
     await event.wait()
     scope.cancel()
-
-
-class _CountingSampler:
-    """The sampler, counting what it generates."""
-
-    def __init__(self, sampler: Sampler, status: RunStatus) -> None:
-        self._sampler = sampler
-        self._count: Callable[[Completion], None] = status.count_completion
-
-    async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
-    ) -> Completion:
-        """See `protocols.Sampler`."""
-        completion = await self._sampler.sample(
-            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
-        )
-        self._count(completion)
-        return completion

@@ -62,6 +62,8 @@ class FakeEngine:
         """While True it says that it took new weights, and keeps the old ones."""
         self.verifies = True
         """While False its digests disagree with the manifest's."""
+        self.tokens_sampled = 0
+        """Of completions that were returned."""
 
     async def sample(
         self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
@@ -79,6 +81,7 @@ class FakeEngine:
                 spans[-1] = TokenSpan(start=spans[-1].start, end=position + 1, version=self.version)
             else:
                 spans.append(TokenSpan(start=position, end=position + 1, version=self.version))
+        self.tokens_sampled += len(sampled)
         return Completion(
             token_ids=sampled,
             behaviour_logprobs=Logprobs([-1.0] * len(sampled)),

@@ -1,8 +1,9 @@
-"""Bounded staleness and nothing lost: the gate, the buffer that orders groups for the learner, and the journal."""
+"""Bounded staleness and nothing lost: the gate, the buffer that orders groups, the books, and the journal."""
 
 if __name__ == "buffers":
     raise ImportError("import this package as asyncrl.buffers")
 
+from asyncrl.buffers.accounting import DISCARDED, LOST, Amount, Ledger, Statement
 from asyncrl.buffers.gate import Gate, GateStatistics
 from asyncrl.buffers.group_buffer import BufferStatistics, GroupBuffer
 from asyncrl.buffers.group_commit import GroupCommit
@@ -14,6 +15,9 @@ from asyncrl.buffers.selection import EpisodeFigures, SelectionStatistics, Stage
 from asyncrl.buffers.settings import BufferSettings
 
 __all__ = [
+    "DISCARDED",
+    "LOST",
+    "Amount",
     "BufferSettings",
     "BufferStatistics",
     "Candidate",
@@ -29,11 +33,13 @@ __all__ = [
     "Journal",
     "JournalSettings",
     "JournalStatistics",
+    "Ledger",
     "LostLine",
     "Order",
     "Record",
     "SelectionStatistics",
     "Stage",
+    "Statement",
     "choose",
     "read_journal",
 ]

@@ -18,6 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.recording import read_metrics, read_warm_start
 from asyncrl.run_directory import RunDirectory, is_running
 
+_STATES = {"trained": "trained", "in_buffer": "in the buffer", "in_flight": "in flight"}
+
 HELP = "show what a run does now, or did"
 
 
@@ -41,11 +43,21 @@ def main(arguments: argparse.Namespace) -> int:
     for key, value in (report["summary"] or report["counters"]).items():
         if not isinstance(value, list):
             print(f"  {key}: {value}")
+    for unit in ("groups", "trajectories", "tokens") if report["accounting"] else ():
+        print(f"  {unit}: {_accounting_line(report['accounting'], unit)}")
     return 0
 
 
+def _accounting_line(accounting: dict[str, Any], unit: str) -> str:
+    """Return where what was generated is, in one line."""
+    dropped = {reason: amount[unit] for reason, amount in accounting["dropped"].items() if amount[unit]}
+    reasons = f" ({', '.join(f'{reason} {number}' for reason, number in sorted(dropped.items()))})" if dropped else ""
+    there = " + ".join(f"{accounting[state][unit]} {words}" for state, words in _STATES.items())
+    return f"{accounting['generated'][unit]} generated = {there} + {sum(dropped.values())} dropped{reasons}"
+
+
 def read_status(directory: RunDirectory) -> dict[str, Any]:
-    """Return the run's state (running, finished, stopped), present moment, counters, last step and summary.
+    """Return the run's state (running, finished, stopped), moment, counters, accounting, last step and summary.
 
     Raises: ConfigError where there is no run.
     """
@@ -63,6 +75,7 @@ def read_status(directory: RunDirectory) -> dict[str, Any]:
         "waiting": moment.get("waiting", []) if running else [],
         "age_seconds": time.time() - moment["time"] if moment else None,
         "counters": moment.get("counters", {}),
+        "accounting": moment.get("accounting", {}),
         "last_step": steps[-1] if steps else None,
         "summary": summary,
     }

@@ -1,0 +1,77 @@
+"""The real loop over fakes, under a mock clock: what the tests of the loop share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import trio
+import trio.testing
+
+from asyncrl.buffers import BufferSettings
+from asyncrl.checkpoint import CheckpointStore
+from asyncrl.run import Limits, Parts, Run
+from asyncrl.status import RunStatus
+from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates
+
+
+class Simulation:
+    """One run over fakes; attributes are open for faults to be injected."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        seed: int = 0,
+        buffer: BufferSettings | None = None,
+        limits: Limits | None = None,
+        rates: Rates | None = None,
+        num_tasks: int | None = None,
+        resume: bool = False,
+        environment: FakeEnvironment | None = None,
+    ) -> None:
+        rates = rates or Rates()
+        self.checkpoints = CheckpointStore(directory, keep=2)
+        checkpoint = self.checkpoints.newest() if resume else None
+        version = checkpoint.version if checkpoint else 0
+        self.engine = FakeEngine(rates, random.Random(seed), version=version)
+        self.learner = FakeLearner(rates, version=version)
+        self.environment = environment or FakeEnvironment(rates, random.Random(seed + 1), num_tasks=num_tasks)
+        self.recorder = MemoryRecorder()
+        self.stop = trio.Event()
+        self.run = Run(
+            Parts(environment=self.environment, sampler=self.engine, learner=self.learner, engines=self.engine),
+            buffer or BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=4),
+            limits or Limits(steps=12),
+            recorder=self.recorder,
+            checkpoints=self.checkpoints,
+            status=RunStatus(),
+            stop=self.stop,
+            resume_from=checkpoint,
+            rng=random.Random(seed),
+        )
+
+    @property
+    def status(self) -> RunStatus:
+        """The run's."""
+        return self.run.status
+
+
+def simulate(
+    simulation: Simulation,
+    beside: Callable[[], Awaitable[None]] | None = None,
+    *,
+    instruments: Sequence[trio.abc.Instrument] = (),
+) -> Simulation:
+    """Run it to its end under a mock clock, with a task beside it; return it."""
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            if beside:
+                nursery.start_soon(beside)
+            await simulation.run.train()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0), instruments=instruments)
+    return simulation

@@ -1,0 +1,169 @@
+"""The books: what was generated is somewhere, at every moment of a run, and each figure agrees with who else counts."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from loop_simulation import Simulation, simulate
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+
+from asyncrl import cli
+from asyncrl.buffers import DISCARDED, LOST, Amount, BufferSettings, Ledger, Order
+from asyncrl.metrics import RunCollector
+from asyncrl.progress import Progress
+from asyncrl.recording import RunRecorder
+from asyncrl.run import Limits
+from asyncrl.run_directory import RunDirectory
+from asyncrl.testing import Rates
+from asyncrl.types import Group, Logprobs, Segment, Task, TokenIds, TokenSpan, Trajectory, TrajectoryStatus
+
+_TASK = Task(task_id="task", environment="simulated")
+_RATES = Rates(mean_tokens=8, token_s=0.2, sigma=1.0)
+
+
+class Audit(trio.abc.Instrument):
+    """Closes the books after every step of every task, and keeps what was wrong."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.num_audits = 0
+        self.faults: list[str] = []
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        """Look once; an instrument must not raise."""
+        run, statement = self.simulation.run, self.simulation.run.ledger.statement()
+        buffer = run.buffer.statistics()
+        self.num_audits += 1
+        seen = {
+            "difference": (statement.difference, Amount()),
+            "groups in flight": (statement.in_flight.groups, buffer.num_running),
+            "tokens": (statement.generated.tokens, self.simulation.engine.tokens_sampled),
+            "slots": (statement.in_flight.groups + statement.in_buffer.groups <= run.gate.statistics().held, True),
+        }
+        self.faults += [
+            f"{name}: {found} is not {expected}" for name, (found, expected) in seen.items() if found != expected
+        ]
+
+
+def audited(simulation: Simulation) -> Simulation:
+    audit = Audit(simulation)
+    simulate(simulation, instruments=[audit])
+    assert not audit.faults, audit.faults[:3]
+    assert audit.num_audits > 1000
+    return simulation
+
+
+@pytest.mark.slow
+def test_the_books_balance_at_every_moment_of_a_run_with_failures(tmp_path: Path) -> None:
+    for order in Order:
+        buffer = BufferSettings(max_off_policyness=2, groups_per_step=3, group_size=3, order=order)
+        simulation = Simulation(tmp_path / order, buffer=buffer, rates=_RATES, limits=Limits(steps=10))
+        simulation.environment.failing = {"task-1", "task-2", "task-9"}.__contains__
+        statement = audited(simulation).run.ledger.statement()
+        assert statement.trained.groups == simulation.status.groups_trained == 30
+        trained = [t for group in simulation.learner.trained for t in group.trajectories]
+        assert statement.trained.trajectories == len(trained) == 90
+        assert statement.trained.tokens == sum(t.num_sampled_tokens for t in trained) > 90
+        assert statement.dropped["all_failed"] == Amount(groups=3)
+        assert statement.dropped["failed_sandbox"].trajectories == 9
+        assert statement.dropped["failed_sandbox"].tokens > 9
+        assert set(statement.dropped) == {"all_failed", "failed_sandbox"}
+        assert statement.in_flight.groups + statement.in_buffer.groups == simulation.run.num_unfinished
+
+
+@pytest.mark.slow
+def test_what_a_resumed_run_begins_with_is_in_its_books(tmp_path: Path) -> None:
+    limits = Limits(steps=4, checkpoint_every_steps=3)
+    first = audited(Simulation(tmp_path, num_tasks=40, rates=_RATES, limits=limits)).run.ledger.statement()
+    second = simulate(Simulation(tmp_path, num_tasks=40, rates=_RATES, limits=Limits(steps=100), resume=True))
+    statement = second.run.ledger.statement()
+    assert statement.difference == Amount()
+    assert statement.trained.groups == 40
+    assert statement.dropped == {LOST: first.in_flight + first.in_buffer}
+
+
+def test_metrics_and_status_show_the_books(tmp_path: Path) -> None:
+    simulation = simulate(Simulation(tmp_path, rates=_RATES, limits=Limits(steps=3)))
+    registry = CollectorRegistry()
+    registry.register(RunCollector(simulation.run))
+
+    def value(state: str, unit: str) -> float | None:
+        return registry.get_sample_value(f"asyncrl_accounted_{unit}", {"state": state})
+
+    assert value("trained", "groups") == 12
+    assert value("generated", "tokens") == simulation.engine.tokens_sampled
+    assert value("missing", "trajectories") == 0
+
+
+def test_status_shows_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulation = Simulation(tmp_path / "checkpoints", rates=_RATES, limits=Limits(steps=3))
+    simulation.environment.failing = {"task-1"}.__contains__
+    directory = RunDirectory(tmp_path)
+    directory.config.touch()
+    progress = Progress(Console(file=io.StringIO()), title="run", max_steps=3)
+
+    async def main() -> None:
+        await simulation.run.train()
+        RunRecorder(directory, progress, lambda token_ids: "", version=0).watch(simulation.run)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    accounting = json.loads(capsys.readouterr().out)["accounting"]
+    assert accounting == json.loads(json.dumps(simulation.run.ledger.statement().as_dict()))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  groups: "))
+    assert "generated = 12 trained + " in line
+    assert line.endswith("+ 1 dropped (all_failed 1)")
+
+
+def _trajectory(name: str, num_tokens: int, *, failed: bool = False) -> Trajectory:
+    segment = Segment(
+        token_ids=TokenIds([1] * (num_tokens + 2)),
+        loss_mask=bytes(2) + b"\1" * num_tokens,
+        behaviour_logprobs=Logprobs([0.0] * (num_tokens + 2)),
+        spans=(TokenSpan(start=2, end=num_tokens + 2, version=0),),
+    )
+    return Trajectory(
+        trajectory_id=name,
+        task_id="task",
+        environment="simulated",
+        segments=() if failed else (segment,),
+        reward=None if failed else 1.0,
+        status=TrajectoryStatus.FAILED_ENGINE if failed else TrajectoryStatus.COMPLETED,
+    )
+
+
+def test_tokens_that_are_in_no_segment_are_dropped_with_a_reason_and_brought_ones_are_generated() -> None:
+    ledger = Ledger()
+    ledger.admit(0, num_trajectories=3)
+    ledger.sample(0, "a", 10)  # a first attempt
+    ledger.sample(0, "a", 5)
+    ledger.sample(0, "b", 4)
+    trajectories = (_trajectory("a", 5), _trajectory("b", 0, failed=True), _trajectory("c", 7))
+    ledger.finish(Group(group_id=0, task=_TASK, trajectories=trajectories))
+    ledger.sample(0, "a", 1)  # too late
+    statement = ledger.statement()
+    assert statement.in_buffer == Amount(groups=1, trajectories=2, tokens=12)
+    assert statement.dropped == {
+        DISCARDED: Amount(tokens=11),
+        "failed_engine": Amount(trajectories=1, tokens=4),
+    }
+    assert statement.generated == Amount(groups=1, trajectories=3, tokens=20 + 7)
+    ledger.train([0])
+    assert ledger.statement().trained == statement.in_buffer
+    assert ledger.statement().difference == Amount()
+
+
+def test_what_is_forgotten_shows() -> None:
+    """Kills: a side of the books that is computed from the others."""
+    ledger = Ledger()
+    ledger.admit(0, num_trajectories=2)
+    ledger.sample(0, "a", 3)
+    del ledger._open[0]
+    assert ledger.statement().difference == Amount(groups=1, trajectories=2, tokens=3)
