@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import trio
 
 from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger
+from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
 from asyncrl.rollout import refuse_bad_numbers
@@ -52,6 +53,7 @@ class GroupRollouts:
         self._redraw = deque(redraw)
         self._open_tasks: dict[int, Task] = {}
         self._failed_in_a_row = 0
+        self._replacements = Replacements(settings.max_replacements)
         self.running: dict[int, RunningGroup] = {}
         """group id -> what its episodes do now."""
         self.tasks_ended = False
@@ -108,9 +110,14 @@ class GroupRollouts:
         if isinstance(self._environment, LearnsFromGroups):
             self._environment.observe(task, trajectories)
         if all(trajectory.reward is None for trajectory in trajectories):
-            self._drop(group)
+            self._count_failed(group)
+            self._drop(group, "all_failed")
+            return
+        self._failed_in_a_row = 0
+        reason = zero_advantage_reason(group)
+        if reason and self._may_replace():
+            self._drop(group, reason)
         else:
-            self._failed_in_a_row = 0
             self._buffer.put(group)
 
     def _counting(self, group_id: int) -> Sampler:
@@ -119,9 +126,14 @@ class GroupRollouts:
 
         return CountingSampler(self._sampler, count)
 
-    def _drop(self, group: Group) -> None:
-        """Count a group without one usable episode, free its slot, and end the run when that goes on."""
-        self._status.groups_dropped["all_failed"] += 1
+    def _may_replace(self) -> bool:
+        """Tell whether a group without an advantage is dropped; not where no other could take its place."""
+        if not self._settings.replace_zero_advantage or self.tasks_ended:
+            return False
+        return self._replacements.allow(self._buffer.version)
+
+    def _count_failed(self, group: Group) -> None:
+        """Count a group without one usable episode, and end the run when that goes on."""
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= _MAX_FAILED_GROUPS:
             details = sorted({f"{t.status}: {t.detail}" for t in group.trajectories})
@@ -129,8 +141,12 @@ class GroupRollouts:
                 f"{self._failed_in_a_row} groups in a row had no usable episode; the last, of task "
                 f"{group.task.task_id}: {'; '.join(details[:3])}"
             )
-        self._ledger.drop(group.group_id, "all_failed")
-        self._buffer.drop(group.group_id, "all_failed")
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Count a group that will not be trained on, and free its slot."""
+        self._status.groups_dropped[reason] += 1
+        self._ledger.drop(group.group_id, reason)
+        self._buffer.drop(group.group_id, reason)
         del self._open_tasks[group.group_id]
         self._gate.release([group.group_id])
 

@@ -185,6 +185,8 @@ class FakeEnvironment:
         self.num_held_out = 3
         self.failing: Callable[[str], bool] = lambda task_id: False
         """Tasks whose episodes fail as if no sandbox could be had."""
+        self.rewards: Callable[[str], float | None] = lambda task_id: None
+        """What every episode of a task earns; None leaves it to the coin."""
 
     def get_item(self) -> Task:
         """Return the next task."""
@@ -225,6 +227,8 @@ class FakeEnvironment:
             ),
         )
         reward, failed = float(self._rng.random() < 0.5), self.failing(task.task_id)
+        given = self.rewards(task.task_id)
+        reward = reward if given is None else given
         return Trajectory(
             trajectory_id=trajectory_id,
             task_id=task.task_id,

@@ -31,6 +31,12 @@ class BufferSettings:
     """Of windowed_fifo, in groups: a step takes none that was admitted so many, or more, after one that it leaves
     behind; 1 is strict order. Small windows keep long episodes from being put off. 0 chooses: what `slots` leaves
     room for, or, where `slots` is given too, no limit besides the bound."""
+    replace_zero_advantage: bool = False
+    """Drop a finished group whose rewards are all equal, which would teach nothing, and start another in its place
+    (DAPO's dynamic sampling). Costs the tokens of what is dropped, and selects tasks of middling difficulty."""
+    max_replacements: int = 16
+    """Groups that are replaced at most between two optimizer steps; those beyond are kept and trained on as they
+    are, so that a step always comes."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
@@ -39,6 +45,12 @@ class BufferSettings:
         _at_least("group_size", self.group_size, 1, "trajectories")
         _at_least("slots", self.slots, 0, "groups")
         _at_least("window", self.window, 0, "groups")
+        _at_least("max_replacements", self.max_replacements, 1, "groups")
+        if self.replace_zero_advantage and self.group_size == 1:
+            raise ConfigError(
+                "replace_zero_advantage = true needs group_size >= 2: the rewards of a group of one are always equal, "
+                "and all would be replaced ([buffer])"
+            )
         if self.window and self.order is not Order.WINDOWED_FIFO:
             raise ConfigError(
                 f'window = {self.window} is for order = "windowed_fifo", and order is "{self.order}": leave it out; '

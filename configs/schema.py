@@ -136,6 +136,15 @@ class Config:
                 f'and would never be trained on; raise group_size ([buffer]) or set baseline = "none" ([learner])'
             )
 
+        if self.buffer.replace_zero_advantage and not (
+            self.learner.baseline != "none" and self.learner.resolved_loss.reads_advantage
+        ):
+            raise ConfigError(
+                f"replace_zero_advantage = true ([buffer]) drops groups that teach something with baseline = "
+                f"{self.learner.baseline!r} and loss = {self.learner.loss!r} ([learner]): it is for losses that weigh "
+                f"tokens by an advantage over the group"
+            )
+
     def _check_warm_start(self) -> None:
         if self.warm_start.max_tokens > self.engine.max_model_len:
             raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import trio
 import trio.testing
 
-from asyncrl.buffers import BufferSettings
+from asyncrl.buffers import Amount, BufferSettings
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.status import RunStatus
@@ -74,4 +74,37 @@ def simulate(
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0), instruments=instruments)
+    return simulation
+
+
+class Audit(trio.abc.Instrument):
+    """Closes the books after every step of every task, and keeps what was wrong."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.num_audits = 0
+        self.faults: list[str] = []
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        """Look once; an instrument must not raise."""
+        run, statement = self.simulation.run, self.simulation.run.ledger.statement()
+        buffer = run.buffer.statistics()
+        self.num_audits += 1
+        seen = {
+            "difference": (statement.difference, Amount()),
+            "groups in flight": (statement.in_flight.groups, buffer.num_running),
+            "tokens": (statement.generated.tokens, self.simulation.engine.tokens_sampled),
+            "slots": (statement.in_flight.groups + statement.in_buffer.groups <= run.gate.statistics().held, True),
+        }
+        self.faults += [
+            f"{name}: {found} is not {expected}" for name, (found, expected) in seen.items() if found != expected
+        ]
+
+
+def audited(simulation: Simulation) -> Simulation:
+    """Run it to its end with the books closed at every moment; return it."""
+    audit = Audit(simulation)
+    simulate(simulation, instruments=[audit])
+    assert not audit.faults, audit.faults[:3]
+    assert audit.num_audits > 300
     return simulation

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from loop_simulation import Simulation, simulate
+from loop_simulation import Simulation, audited, simulate
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
@@ -25,38 +25,6 @@ from asyncrl.types import Group, Logprobs, Segment, Task, TokenIds, TokenSpan, T
 
 _TASK = Task(task_id="task", environment="simulated")
 _RATES = Rates(mean_tokens=8, token_s=0.2, sigma=1.0)
-
-
-class Audit(trio.abc.Instrument):
-    """Closes the books after every step of every task, and keeps what was wrong."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        self.num_audits = 0
-        self.faults: list[str] = []
-
-    def after_task_step(self, task: trio.lowlevel.Task) -> None:
-        """Look once; an instrument must not raise."""
-        run, statement = self.simulation.run, self.simulation.run.ledger.statement()
-        buffer = run.buffer.statistics()
-        self.num_audits += 1
-        seen = {
-            "difference": (statement.difference, Amount()),
-            "groups in flight": (statement.in_flight.groups, buffer.num_running),
-            "tokens": (statement.generated.tokens, self.simulation.engine.tokens_sampled),
-            "slots": (statement.in_flight.groups + statement.in_buffer.groups <= run.gate.statistics().held, True),
-        }
-        self.faults += [
-            f"{name}: {found} is not {expected}" for name, (found, expected) in seen.items() if found != expected
-        ]
-
-
-def audited(simulation: Simulation) -> Simulation:
-    audit = Audit(simulation)
-    simulate(simulation, instruments=[audit])
-    assert not audit.faults, audit.faults[:3]
-    assert audit.num_audits > 1000
-    return simulation
 
 
 @pytest.mark.slow

@@ -74,6 +74,8 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("buffer.max_off_policyness=-1", "max_off_policyness must be >= 0 optimizer steps, got -1"),
         ("buffer.group_size=1", "group_size must be >= 2 with baseline = 'mean'"),
         ("buffer.window=9", "slots, but one step needs"),
+        ("buffer.order=newest", "order ([buffer])"),
+        ("buffer.slots=99", "slots must be 0, or between"),
         ("sampling.top_p=0.9", "top_p must be 1"),
         ("sampling.top_k=20", "top_k must be 0"),
         ("model.path=nowhere", "there is no model directory nowhere"),
@@ -98,6 +100,14 @@ def test_what_cannot_run_is_refused_by_name(
     error = _refused(capsys, "train", str(config), "--set", f"run.directory={directory}", "--set", setting)
     assert words in error
     assert not directory.exists(), "nothing may be half-started"
+
+
+@pytest.mark.parametrize("learner", ['learner.baseline="none"', 'learner.loss="sft"'])
+def test_groups_that_teach_without_an_advantage_are_not_replaced(
+    learner: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--set", "buffer.replace_zero_advantage=true", "--set", learner)
+    assert "drops groups that teach something" in _refused(capsys, "check", str(config), *settings)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
