@@ -184,11 +184,15 @@ def prepare(
 
 
 def bad_logprob_kinds(behaviour_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return metric name -> [T] bool, where a behaviour log-prob (nats) cannot be that of a sampled token."""
+    """Return metric name -> [T] bool, where a behaviour log-prob (nats) cannot be that of a sampled token.
+
+    A token is of one kind at most.
+    """
+    finite = behaviour_T.isfinite()
     return {
-        "bad_logprobs_positive": behaviour_T > _POSITIVE_TOLERANCE,
-        "bad_logprobs_nonfinite": ~behaviour_T.isfinite(),
-        "bad_logprobs_floor": behaviour_T.isfinite() & (behaviour_T < _ENGINE_FLOOR),
+        "bad_logprobs_positive": finite & (behaviour_T > _POSITIVE_TOLERANCE),
+        "bad_logprobs_nonfinite": ~finite,
+        "bad_logprobs_floor": finite & (behaviour_T < _ENGINE_FLOOR),
     }
 
 

@@ -59,16 +59,16 @@ def diagnostics(
     max_reward: float = 1.0,
     truncated: torch.Tensor | None = None,
 ) -> Diagnostics:
-    """Return what losses.md section 6 defines, for one packed batch; `behaviour_logprobs` is the only extra need.
+    """Return what there is to see in one packed batch; `behaviour_logprobs` is the only extra need.
 
     Weights of tokens (`token_weight_*`), of sequences (`seq_weight_*`, the product) and their geometric mean
     (`geo_weight_*`): max, min, mean, p50, p95, p99. Effective sample sizes `token_ess`, `seq_ess`,
-    `token_ess_staleness_N`, each with `_frac`. `frac_ratio_below|above` against the clip bounds, and the part of
-    them that loses gradient, `clip_frac_low|high|dual`. `kl_k1`, `kl_k3`, `chi2` from behaviour to policy. `mismatch_*`
-    at staleness 0: proximal (policy where that is missing) against behaviour. Staleness by token and by sequence;
-    `sqrt_t_*`; `zero_variance_*` by group (success: reward > `success_reward`; all-pass: reward >= `max_reward`);
-    entropy in nats; lengths in active tokens; `truncated_frac` from `truncated` [S] bool. A NaN reward is
-    no reward. What the inputs lack is left out.
+    `token_ess_staleness_N`, `seq_ess_staleness_N` (by a sequence's oldest token), each with `_frac`.
+    `frac_ratio_below|above` against the clip bounds, and the part of them that loses gradient,
+    `clip_frac_low|high|dual`. `kl_k1`, `kl_k3`, `chi2` from behaviour to policy. `mismatch_*` at staleness 0: proximal
+    (policy where that is missing) against behaviour. Staleness by token and by sequence; `sqrt_t_*`; `zero_variance_*`
+    by group (success: reward > `success_reward`; all-pass: reward >= `max_reward`); entropy in nats; lengths in active
+    tokens; `truncated_frac` from `truncated` [S] bool. A NaN reward is no reward. What the inputs lack is left out.
     Raises: ConfigError without behaviour log-probs; ShapeError, ConfigError as `evaluate`.
     """
     if inputs.behaviour_logprobs is None:
@@ -88,7 +88,8 @@ def diagnostics(
         exact |= _weights(record, "token", r, L, p.usable)
         filled = p.lengths > 0
         sums = p.segments.sum(L)
-        exact |= _weights(record, "seq", bounded_exp(sums), sums, filled)
+        product = bounded_exp(sums)
+        exact |= _weights(record, "seq", product, sums, filled)
         means = sums / p.lengths.clamp(min=1.0)
         exact |= _weights(record, "geo", means.exp(), means, filled)
         record.mean("kl_k1", -L, p.usable)
@@ -99,7 +100,7 @@ def diagnostics(
         if p.entropy is not None:
             record.mean("entropy", p.entropy, p.mask)
         if inputs.versions is not None:
-            record_staleness(record, inputs, p, L, r)
+            record_staleness(record, inputs, p, L, r, product)
         _sqrt_t(record, p, L)
         exact |= _lengths(record, inputs, p)
         if inputs.rewards is not None and inputs.group_index is not None:

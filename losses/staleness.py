@@ -19,8 +19,14 @@ _CONFIDENT = 0.5  # a probability that the engine gave to the token it sampled
 _DISAGREES = -2.0  # nats; a confident token that the trainer finds e^2 times less likely points to other weights
 
 
-def record_staleness(record: Recorder, inputs: LossInputs, p: Prepared, L: torch.Tensor, r: torch.Tensor) -> None:
-    """Record staleness by token and by sequence, what each bucket of it does, and the engine mismatch at 0."""
+def record_staleness(
+    record: Recorder, inputs: LossInputs, p: Prepared, L: torch.Tensor, r: torch.Tensor, weight_S: torch.Tensor
+) -> None:
+    """Record staleness by token and by sequence, what each bucket of it does, and the engine mismatch at 0.
+
+    `L` and `r` [T] are the log ratios and ratios of the tokens, `weight_S` [S] their products. A sequence is in the
+    bucket of its oldest token.
+    """
     assert inputs.versions is not None
     assert p.behaviour is not None
     lowest = torch.iinfo(torch.int64).min
@@ -47,7 +53,7 @@ def record_staleness(record: Recorder, inputs: LossInputs, p: Prepared, L: torch
         w.new_full((size,), -torch.inf).scatter_reduce(0, bucket, w, "amax"),
     ]
     record.add(lambda v: _staleness_records(v, size), *columns)
-    _sequence_versions(record, p, version, staleness)
+    _sequence_versions(record, p, version, staleness, weight_S)
 
     trainer = p.policy if p.proximal is None else p.proximal
     fresh = p.usable & (staleness == 0)
@@ -74,7 +80,18 @@ def _staleness_records(numbers: Sequence[float], size: int) -> dict[str, Record]
     return found
 
 
-def _sequence_versions(record: Recorder, p: Prepared, version: torch.Tensor, staleness: torch.Tensor) -> None:
+def _sequence_records(numbers: Sequence[float], size: int) -> dict[str, Record]:
+    count, total, squares = (numbers[i * size : (i + 1) * size] for i in range(3))
+    return {
+        f"seq_ess_staleness_{i - 1}": EffectiveSampleSize(total[i], squares[i], count[i])
+        for i in range(size)
+        if count[i]
+    }
+
+
+def _sequence_versions(
+    record: Recorder, p: Prepared, version: torch.Tensor, staleness: torch.Tensor, weight_S: torch.Tensor
+) -> None:
     filled = p.lengths > 0
     index, num = p.segments.index[p.mask], p.segments.num_sequences
     oldest = torch.full((num,), torch.iinfo(torch.int64).min, device=index.device)
@@ -82,6 +99,10 @@ def _sequence_versions(record: Recorder, p: Prepared, version: torch.Tensor, sta
     seen, rank = torch.unique(version[p.mask], return_inverse=True)
     distinct = torch.unique(index * len(seen) + rank)  # one number a pair: unique over rows is 100 times slower
     span = torch.bincount(distinct // max(1, len(seen)), minlength=num)
+    size = MAX_STALENESS_BUCKET + 2
+    bucket, w = oldest[filled].clamp(-1, MAX_STALENESS_BUCKET) + 1, weight_S[filled]
+    columns = [torch.zeros(size, dtype=w.dtype, device=w.device).index_add(0, bucket, v) for v in (w**0, w, w.square())]
+    record.add(lambda v: _sequence_records(v, size), *columns)
     record.mean("seq_staleness_max_mean", oldest, filled)
     record.mean("seq_versions_mean", span, filled)
     record.max("seq_versions_max", span, filled)

@@ -124,6 +124,11 @@ def test_staleness_buckets_and_engine_mismatch(seed: int) -> None:
     assert found["seq_versions_mean"] == pytest.approx(sum(spans) / len(spans))
     assert found["seq_multi_version_frac"] == pytest.approx(sum(s > 1 for s in spans) / len(spans))
     assert found["seq_staleness_max_mean"] == pytest.approx(sum(oldest) / len(oldest))
+    full = [s for s in batch.sequences if actives(s)]
+    for lag in {*oldest}:
+        weights = [math.exp(clamp(sequence_log_ratio(s))[0]) for s, at in zip(full, oldest, strict=True) if at == lag]
+        assert found[f"seq_ess_staleness_{lag}"] == pytest.approx(ess(weights), rel=1e-10)
+        assert found[f"seq_ess_staleness_{lag}_frac"] == pytest.approx(ess(weights) / len(weights), rel=1e-10)
 
 
 def test_a_token_newer_than_the_weights_is_counted() -> None:

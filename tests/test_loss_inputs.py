@@ -180,7 +180,8 @@ def test_a_bad_behaviour_logprob_stays_finite_and_is_counted(name: str, kind: st
         loss, gradient = value_and_gradient(name, inputs, bad_logprobs=setting)
         assert math.isfinite(loss)
         assert all(math.isfinite(g) for g in gradient)
-        assert metric(f"bad_logprobs_{kind}", inputs, name, bad_logprobs=setting) == 1.0
+        for other in ("positive", "floor", "nonfinite"):
+            assert metric(f"bad_logprobs_{other}", inputs, name, bad_logprobs=setting) == float(other == kind)
     with pytest.raises(EngineError, match=f"1 {kind}"):
         evaluate(name, inputs, bad_logprobs="raise")
     assert diagnostics(inputs)[f"bad_logprobs_{kind}"] == 1.0

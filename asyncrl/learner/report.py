@@ -19,8 +19,13 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | reward_kl, reward_kl_penalty_mean | behaviour to reference a token (k1, nats); what it cost a trajectory |
 | importance_ratio_max, _min, _mean, _p50, _p95, _p99 | policy / behaviour by token, before any clipping |
 | ess_token | effective sample size of the token ratios over their number |
-| clip_fraction_low, clip_fraction_high | tokens whose gradient the loss's bounds zero, by direction |
+| clip_fraction_low, clip_fraction_high | tokens whose ratio passes a bound and loses gradient; 0.2 where none is set |
+| clipped_low_frac, clipped_high_frac, clipped_dual_frac | tokens whose gradient the loss itself zeroed by its bounds |
 | kl_k1, kl_k3, chi2 | behaviour to policy |
+| repetition_mean, repetition_max | by completion: 1 - distinct 3-grams / all 3-grams |
+| longest_run_share_mean, longest_run_share_max | by completion: longest run of one token / length |
+| reward_part_NAME_mean, reward_part_NAME_std | of each part that the environment gave |
+| bad_logprobs_positive, _nonfinite, _floor | behaviour log-probs that cannot be right, see losses/LOSSES.md |
 | entropy_coef | of the entropy term in this step's loss |
 | staleness_max, staleness_mean | optimizer steps, over the trained tokens |
 | entropy | exact, of the policy at the trained tokens |
@@ -33,7 +38,10 @@ and everything else that `asyncrl.losses.diagnostics` and the loss itself report
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -42,6 +50,8 @@ from asyncrl.learner.credit import Selection
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.losses import LossInputs, diagnostics, finalise, top_ratios
 from asyncrl.losses.reduction import Counts, Histogram, Record
+from asyncrl.losses.text import longest_run_share, repetition_n
+from asyncrl.types import Segment, Trajectory
 
 _TOP_RATIOS = 64
 _CLIP_SEEN = 0.2  # bounds that clip fractions are counted against where the loss itself has none
@@ -72,18 +82,64 @@ def describe(selection: Selection) -> dict[str, float]:
         metrics["reward_std"] = float(rewards.std(correction=0))
         metrics["turns_mean"] = sum(t.num_turns for t in selection.trajectories) / len(rewards)
         metrics["truncated_share"] = sum(t.truncated for t in selection.trajectories) / len(rewards)
+        metrics |= _reward_parts(selection.trajectories) | _repetition(selection.trajectories)
     if batch.num_loss_tokens:
         metrics["advantage_abs_mean"] = float(batch.advantages[batch.loss_mask].abs().mean())
     return metrics
 
 
+def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return mean and deviation of each part of the reward: a part that does not vary teaches nothing in a group."""
+    found: dict[str, float] = {}
+    for name in sorted({name for t in trajectories for name in t.reward_parts}):
+        values = torch.tensor([t.reward_parts[name] for t in trajectories if name in t.reward_parts])
+        found[f"reward_part_{name}_mean"] = float(values.double().mean())
+        found[f"reward_part_{name}_std"] = float(values.double().std(correction=0))
+    return found
+
+
+def _repetition(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return how far completions repeat themselves; n-grams do not reach from one turn into the next."""
+    completions = [
+        segment.token_ids[start:end] for t in trajectories for segment in t.segments for start, end in _runs(segment)
+    ]
+    if not completions:
+        return {}
+    repeated = [repetition_n(token_ids) for token_ids in completions]
+    runs = [longest_run_share(token_ids) for token_ids in completions]
+    return {
+        "repetition_mean": fmean(repeated),
+        "repetition_max": max(repeated),
+        "longest_run_share_mean": fmean(runs),
+        "longest_run_share_max": max(runs),
+    }
+
+
+def _runs(segment: Segment) -> list[tuple[int, int]]:
+    """Return (start, end) of each turn's sampled tokens; where turns are not told apart, of each run of them."""
+    if segment.turns:
+        return [(turn.start, turn.end) for turn in segment.turns if turn.end > turn.start]
+    padded = [0, *segment.loss_mask, 0]
+    edges = [place for place in range(len(padded) - 1) if padded[place] != padded[place + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
 def diagnose(
-    whole: LossInputs, records: Mapping[str, Record], settings: LearnerSettings
+    whole: LossInputs, records: Mapping[str, Record], selection: Selection, settings: LearnerSettings
 ) -> tuple[dict[str, float], dict[str, dict[str, list[float]]]]:
     """Return (metrics, histograms) of the whole batch, before any clipping, and of the loss itself."""
     loss = settings.resolved_loss
-    low, high = (loss.clip_low, loss.clip_high) if loss.clip == "ppo" else (_CLIP_SEEN, _CLIP_SEEN)
-    seen = diagnostics(whole, clip_low=low, clip_high=high)
+    bounds = {"clip_low": _CLIP_SEEN, "clip_high": _CLIP_SEEN}
+    if loss.clip == "ppo" and loss.ratio == "token":
+        bounds = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    if loss.dual_clip is not None:
+        bounds["dual_clip"] = loss.dual_clip
+    owner_S = selection.batch.trajectory_index
+    truncated_N = torch.tensor([t.truncated for t in selection.trajectories], dtype=torch.bool)
+    if whole.rewards is not None:  # a reward counts once, however many segments its trajectory has
+        again_S = torch.cat([torch.zeros(1, dtype=torch.bool), owner_S[1:] == owner_S[:-1]])
+        whole = replace(whole, rewards=torch.where(again_S, torch.nan, whole.rewards))
+    seen = diagnostics(whole, truncated=truncated_N[owner_S], **bounds)
     metrics = {**finalise(records), **seen.values}
     histograms: dict[str, dict[str, list[float]]] = {}
     for name, record in seen.records.items():
@@ -102,7 +158,7 @@ def diagnose(
 
 
 def attribute(whole: LossInputs, selection: Selection) -> list[dict[str, Any]]:
-    """Return the largest token ratios with where they come from."""
+    """Return the largest token ratios with where they come from; None stands for a number that is not finite."""
     batch = selection.batch
     rows: list[dict[str, Any]] = []
     for row in top_ratios(whole, _TOP_RATIOS):
@@ -110,7 +166,7 @@ def attribute(whole: LossInputs, selection: Selection) -> list[dict[str, Any]]:
         trajectory = selection.trajectories[int(batch.trajectory_index[int(row["sequence"])])]
         rows.append(
             {
-                **row,
+                **{name: value if math.isfinite(value) else None for name, value in row.items()},
                 "token_id": int(batch.token_ids[place]),
                 "position_in_segment": int(batch.position_ids[place]),
                 "segment": int(row["sequence"]),

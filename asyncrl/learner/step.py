@@ -86,7 +86,7 @@ class Stepper:
         else:
             self._optimizer.discard()
         metrics["seconds_optimizer"] = clock.lap()
-        seen, histograms = diagnose(whole, records, self._settings)
+        seen, histograms = diagnose(whole, records, selection, self._settings)
         metrics |= seen | self._adapt(seen)
         metrics["seconds_step"] = clock.total()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["seconds_step"]
