@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from asyncrl.environments.replies import extract_code
 from asyncrl.environments.validate import validate
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import SandboxBackend
+from asyncrl.rollout import Episode
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory, TrajectoryStatus
 
@@ -327,6 +329,30 @@ def test_the_bundled_tasks_can_be_trained_on(renderer: ChatRenderer, tmp_path: P
         assert len(verdicts) > 20
         assert {verdict.held_out for verdict in verdicts} == {True, False}
         assert [verdict for verdict in verdicts if not verdict.good] == []
+
+    with_backend(body, tmp_path)
+
+
+@pytest.mark.slow
+def test_demonstrations_are_solutions_of_training_functions_and_of_no_held_out_one(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    async def body(backend: SandboxBackend) -> None:
+        for hard in (False, True):
+            settings = BugFixSettings(hard=hard)
+            environment = BugFixEnvironment(settings, renderer=renderer, sandboxes=backend, seed=3)
+            shown = list(environment.demonstrations())
+            texts = "\n".join(str(message["content"]) for messages in shown for message in messages)
+            functions = set(re.findall(r"^def (\w+)", texts, re.MULTILINE))
+            assert functions == set(TEMPLATES) - set(HELD_OUT) - (set() if hard else set(HARD))
+        for task in environment.all_tasks()[::30]:
+            asked = environment.start(Episode(trajectory_id="0", task=task))
+            replies = [messages[-1] for messages in shown if list(messages[:-1]) == list(asked)]
+            assert [reply["role"] for reply in replies] == ["assistant"] * (task.data["function"] not in HELD_OUT)
+            for reply in replies:
+                code = extract_code(reply["content"], task.data["function"])
+                assert code is not None
+                assert await environment.accepts(task, code, backend)
 
     with_backend(body, tmp_path)
 

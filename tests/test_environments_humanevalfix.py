@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sandboxes import with_backend
+from sandboxes import cannot_sandbox, has_groups, with_backend
 from scripted import ScriptedSampler, write_chat_files
 
+from asyncrl.cli import main
+from asyncrl.demonstrations import read_demonstrations
 from asyncrl.environments.humanevalfix import HumanEvalFixEnvironment, HumanEvalFixSettings, read_tasks
 from asyncrl.environments.validate import validate
 from asyncrl.errors import ConfigError
@@ -131,3 +133,42 @@ def test_tasks_that_cannot_be_trained_on_are_told_apart(renderer: ChatRenderer, 
         assert sorted(seen) == [verdict.task_id for verdict in verdicts]
 
     with_backend(body, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_solutions_of_the_training_tasks_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := cannot_sandbox():
+        pytest.skip(reason)
+    model = write_chat_files(tmp_path / "model")
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    tasks = write(tmp_path / "f.jsonl", *(record(n, docstring=f"Number {n}.") for n in range(30)))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\npath = "{model}"\n[environment]\nname = "humanevalfix"\n'
+        f'[environment.options]\npath = "{tasks}"\n[sandbox]\nallow_weaker = {str(not has_groups()).lower()}\n'
+    )
+    out = tmp_path / "demonstrations.jsonl"
+    command = ["environments", "demonstrations", str(config), "--out", str(out)]
+    assert main(command) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert f"{len(lines)} demonstrations in {out}" in capsys.readouterr().out
+    shown = {int(line["messages"][0]["content"].split("Number ")[1].split(".")[0]) for line in lines}
+    environment = HumanEvalFixEnvironment(
+        HumanEvalFixSettings(path=tasks),
+        renderer=ChatRenderer.load(model),
+        sandboxes=None,  # type: ignore[arg-type]
+    )
+    held_out = {int(task.task_id.split("/")[-1]) for task in environment.held_out()}
+    assert held_out
+    assert shown == set(range(30)) - held_out
+    assert "return sum(numbers)\n```" in lines[0]["messages"][1]["content"]
+    assert len(read_demonstrations(out, ChatRenderer.load(model), max_tokens=1000).segments) == len(lines)
+    assert main([*command, "--limit", "2"]) == 0
+    assert len(out.read_text().splitlines()) == 2
+    assert main([*command, "--limit", "0"]) == 2
+    assert main([*command, "--set", "environment.name=bugfix", "--set", "environment.options={}"]) == 0
+    parity = "environment.name=parity_environment:ParityEnvironment"
+    assert main([*command, "--set", parity, "--set", "environment.options={}"]) == 2

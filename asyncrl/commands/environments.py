@@ -3,9 +3,11 @@
   asyncrl environments list
   asyncrl environments show configs/demo.toml [TASK]
   asyncrl environments validate configs/demo.toml
+  asyncrl environments demonstrations configs/sft_then_rl.toml --out runs/demonstrations.jsonl
 
 `validate` runs every task, held-out ones included, in sandboxes: the unfixed code must fail and the reference solution
-must pass every time. Exit code 1 when a task does not hold.
+must pass every time. Exit code 1 when a task does not hold. `demonstrations` writes the reference solutions of the
+training tasks, never those of held-out ones, as the file that `[warm_start]` trains on.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
 
 import trio
 from rich.console import Console
@@ -23,6 +27,7 @@ from rich.table import Table
 
 from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
+from asyncrl.demonstrations import Demonstrating, write_demonstrations
 from asyncrl.environments import ENVIRONMENTS
 from asyncrl.environments.loading import environment_class
 from asyncrl.environments.validate import TaskVerdict, validate
@@ -31,7 +36,7 @@ from asyncrl.preflight import check_model
 from asyncrl.processes import open_tasks
 from asyncrl.rollout import Episode
 
-HELP = "list, show and validate tasks"
+HELP = "list, show and validate tasks; write demonstrations"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(validating)
     validating.add_argument("--json", action="store_true", help="print JSON, for programs")
     validating.set_defaults(command=_validate)
+    writing = verbs.add_parser("demonstrations", help="write the training tasks' reference solutions as conversations")
+    add_config_arguments(writing)
+    writing.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON Lines; replaced if it exists")
+    writing.add_argument("--limit", type=int, metavar="N", help="write the first N only")
+    writing.set_defaults(command=_write_demonstrations)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -111,3 +121,22 @@ async def _run_validation(config: Config) -> Sequence[TaskVerdict]:
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("running the tasks", total=len(environment.all_tasks()))
             return await validate(environment, backend, report=lambda _: progress.advance(bar))
+
+
+def _write_demonstrations(arguments: argparse.Namespace) -> int:
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"--limit must be >= 1, got {arguments.limit}")
+    config = load_config(arguments.config, arguments.set)
+    check_model(config.model.path)
+    count = trio.run(_demonstrate, config, arguments.out, arguments.limit)
+    print(f"{count} demonstrations in {arguments.out}")
+    return 0
+
+
+async def _demonstrate(config: Config, path: Path, limit: int | None) -> int:
+    async with open_tasks(config) as (environment, _, _):
+        if not isinstance(environment, Demonstrating):
+            raise ConfigError(
+                f"environment {config.environment.name!r} has no demonstrations() that shows reference solutions"
+            )
+        return write_demonstrations(path, islice(environment.demonstrations(), limit))

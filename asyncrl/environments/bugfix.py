@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from asyncrl.environments.bugfix_tasks import HARD, HELD_OUT, TEMPLATES, build_task
-from asyncrl.environments.replies import extract_code, solution_note
+from asyncrl.environments.replies import extract_code, fenced, solution_note
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import SandboxBackend, SandboxLimits
 from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -109,6 +109,14 @@ class BugFixEnvironment(MultiTurnEnvironment):
         seed = self._seed
         return [build_task(t, bug, seed=seed) for t in TEMPLATES.values() for bug in range(len(t.bugs))]
 
+    def demonstrations(self) -> Iterator[Sequence[Message]]:
+        """Yield a conversation for every bug of every training function, with the reference solution as the reply."""
+        for name in train_functions(hard=self.settings.hard):
+            for bug in range(len(TEMPLATES[name].bugs)):
+                task = build_task(TEMPLATES[name], bug, seed=self._seed)
+                asked = self.start(Episode(trajectory_id="demonstration", task=task))
+                yield [*asked, {"role": "assistant", "content": fenced(task.data["reference"])}]
+
     def start(self, episode: Episode) -> Sequence[Message]:
         """Return the prompt: what the function should do, two examples, and the code."""
         episode.extras["wall"] = self._sandboxes.wall
@@ -184,8 +192,13 @@ async def run_tests(backend: SandboxBackend, code: str, data: Mapping[str, Any],
 
 def train_tasks(seed: int, epoch: int, *, hard: bool = False) -> list[Task]:
     """Return one task of each training function; bug and inputs differ from epoch to epoch."""
+    return [_pick(name, f"{seed}/{epoch}", seed * 1000 + epoch) for name in train_functions(hard=hard)]
+
+
+def train_functions(*, hard: bool = False) -> list[str]:
+    """Return the functions that are trained on, by name."""
     left_out = {*HELD_OUT} if hard else {*HELD_OUT, *HARD}
-    return [_pick(name, f"{seed}/{epoch}", seed * 1000 + epoch) for name in TEMPLATES if name not in left_out]
+    return [name for name in TEMPLATES if name not in left_out]
 
 
 def held_out_tasks(seed: int) -> list[Task]:

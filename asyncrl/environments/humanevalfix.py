@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.environments.replies import extract_code, solution_note
+from asyncrl.environments.replies import extract_code, fenced, solution_note
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import ExecResult, Outcome, SandboxBackend, SandboxLimits
 from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -61,7 +61,7 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
         """Raises: ConfigError naming the file and line that cannot be read, or a split without tasks to train on."""
         self._all = read_tasks(settings.path)
         held_out = [task for task in self._all if _bucket(task.task_id) < settings.held_out_percent]
-        train = [task for task in self._all if _bucket(task.task_id) >= settings.held_out_percent]
+        self._train = train = [t for t in self._all if _bucket(t.task_id) >= settings.held_out_percent]
         super().__init__(
             renderer=renderer,
             tasks=TaskSource(lambda epoch: train, seed=seed, epochs=settings.epochs),
@@ -75,6 +75,12 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
     def all_tasks(self) -> Sequence[Task]:
         """Return the tasks of both splits, in the file's order."""
         return self._all
+
+    def demonstrations(self) -> Iterator[Sequence[Message]]:
+        """Yield a conversation for every training task, with the canonical solution as the reply."""
+        for task in self._train:
+            asked = self.start(Episode(trajectory_id="demonstration", task=task))
+            yield [*asked, {"role": "assistant", "content": fenced(task.data["reference"])}]
 
     async def accepts(self, task: Task, source: str, backend: SandboxBackend) -> bool:
         """Return whether `source` passes the file's asserts in a sandbox of `backend`."""

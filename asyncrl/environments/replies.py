@@ -21,9 +21,14 @@ def extract_code(text: str, function: str) -> str | None:
     return None
 
 
+def fenced(code: str) -> str:
+    """Return the reply that is just `code` in a fenced block: what `extract_code` reads back."""
+    return f"```python\n{code.strip()}\n```"
+
+
 def solution_note(reference: str) -> str:
     """Return the words in which a teacher is told the solution `reference`."""
-    return f"This is correct:\n```python\n{reference.strip()}\n```"
+    return f"This is correct:\n{fenced(reference)}"
 
 
 def _definitions(block: str, function: str) -> str | None:
