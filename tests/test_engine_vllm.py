@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 import trio
+from engine_server import Server, running_server
 from part_contract import check_engine
-from tiny_model import build_tiny_model, state_of
+from tiny_model import state_of
 
-from asyncrl.engines import EnginePool, EngineSettings, KVOnSync, SamplingSettings, VLLMEngine, command, free_port
+from asyncrl.engines import EnginePool, EngineSettings, KVOnSync, SamplingSettings, VLLMEngine
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.types import Completion, FinishReason, TokenIds, WeightManifest
 from asyncrl.weight_sync import combined_digest
@@ -36,42 +36,10 @@ SETTINGS = EngineSettings(
 TOLERANCE = 2e-3  # nats, float32 on both sides; kernels differ. Another version's log-prob is off by 0.5 on average
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """A running vLLM server and what it was started from."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    model_directory: Path
-    log: Path
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("tiny")
-    build_tiny_model(directory / "model")
-    port = free_port()
-    argv, environment = command(SETTINGS, str(directory / "model"), port)
-    log = directory / "vllm.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            argv,
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    started = Server(url=f"http://127.0.0.1:{port}", process=process, model_directory=directory / "model", log=log)
-    try:
+    with running_server(tmp_path_factory.mktemp("tiny"), SETTINGS) as started:
         yield started
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

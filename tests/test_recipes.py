@@ -1,0 +1,229 @@
+"""Every recipe that trains, run for two real steps: the whole command, real vLLM, the real learner process, tiny model.
+
+The bug-fix tasks, which a random model never solves, are replaced by an environment that pays it; sizes are cut down;
+everything else is the recipe's own. A recipe that is put into configs/ is run here without a word; what it must show
+besides, or needs instead, goes into the tables below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_server import Server, running_server
+from tiny_model import state_of
+from tree import ROOT
+
+from asyncrl.cli import main
+from asyncrl.configs import load_config
+from asyncrl.demonstrations import write_demonstrations
+from asyncrl.engines import EngineSettings
+from asyncrl.recording import read_metrics, read_warm_start
+from asyncrl.run_directory import RunDirectory
+
+ENGINE = EngineSettings(dtype="float32", max_model_len=256, max_num_seqs=16, kv_cache_gib=0.1, threads=1)
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "configs").glob("*.toml")) if path.stem not in ("demo", "gpu")}
+"""The demo is run by other tests, and the GPU's recipe needs one."""
+
+STEPS = 2
+
+SHOWS: Mapping[str, tuple[str, ...]] = {
+    "cispo": ("capped_frac",),
+    "ctpo": ("clipped_low_frac", "clipped_dual_frac"),
+    "dapo": ("clipped_low_frac", "clipped_high_frac", "clipped_dual_frac"),
+    "decoupled_ppo": ("dropped_frac", "clipped_high_frac"),
+    "echo": ("observation_loss",),
+    "grpo": ("reference_kl",),
+    "gspo": ("clipped_high_frac", "geo_weight_max"),
+    "sft_then_rl": ("clipped_high_frac",),
+}
+"""recipe -> metrics that each of its steps must have; a recipe that is missing here has nothing of its own to show."""
+
+NEEDS: Mapping[str, Mapping[str, Any]] = {}
+"""recipe -> further settings that it needs to run on the tiny model."""
+
+SMALL: Mapping[str, Any] = {
+    "run.steps": STEPS,
+    "run.max_minutes": 0,
+    "run.checkpoint_every_steps": 0,
+    "environment.name": '"parity_environment:ParityEnvironment"',
+    "environment.options": "{max_turns=2, max_tokens=8, max_episode_tokens=192}",
+    "buffer.groups_per_step": 2,
+    "buffer.group_size": 4,
+    "engine.max_model_len": ENGINE.max_model_len,
+    "engine.max_num_seqs": ENGINE.max_num_seqs,
+    "learner.dtype": "float32",
+    "learner.threads": 1,
+    "evaluation.samples": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("tiny"), ENGINE) as started:
+        yield started
+
+
+@pytest.fixture
+def demonstrations(tmp_path: Path) -> Path:
+    """Twenty conversations about odd bytes."""
+    path = tmp_path / "demonstrations.jsonl"
+    letters = "acegikmoqsuwy"
+    write_demonstrations(
+        path,
+        (
+            [
+                {"role": "user", "content": f"{place}: write odd bytes."},
+                {"role": "assistant", "content": letters[place % 13 :] + letters[: place % 5]},
+            ]
+            for place in range(20)
+        ),
+    )
+    return path
+
+
+def settings_of(recipe: str, directory: Path, model: Path, demonstrations: Path, **more: Any) -> list[str]:
+    """Return the arguments that make `recipe` small."""
+    settings = {**SMALL, "run.directory": directory, "model.path": model, **NEEDS.get(recipe, {}), **more}
+    if load_config(RECIPES[recipe]).warm_start.enabled:
+        settings |= {"warm_start.path": demonstrations, "warm_start.sequences_per_step": 4}
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
+def check_trained(directory: RunDirectory, model: Path, *, warm_steps: int, bound: int) -> Sequence[Mapping[str, Any]]:
+    """Check what every training run must have done, and return its steps."""
+    summary = json.loads(directory.summary.read_text())
+    assert (summary["steps"], summary["policy_version"]) == (STEPS, warm_steps + STEPS)
+    assert summary["max_staleness_trained"] <= bound
+    assert summary["weight_syncs"] == summary["weight_syncs_verified"] == STEPS + bool(warm_steps)
+    assert summary["steps_skipped"] == 0
+    steps = read_metrics(directory)
+    assert [step["version"] for step in steps] == [warm_steps + 1, warm_steps + 2]
+    for step in steps:
+        assert math.isfinite(step["loss"])
+        assert step["grad_norm"] > 0
+        assert step["staleness_max"] <= bound
+        assert step["tokens_trained"] > 0
+    before, after = state_of(model), state_of(directory.checkpoints / f"step-{warm_steps + STEPS}" / "model")
+    assert after.keys() == before.keys()
+    assert any(not after[name].equal(before[name]) for name in before)
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_trains(
+    recipe: str, server: Server, demonstrations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, model = RunDirectory(tmp_path / "run"), server.model_directory
+    settings = settings_of(recipe, directory.path, model, demonstrations, **{"engine.urls": f'["{server.url}"]'})
+    assert main(["train", str(RECIPES[recipe]), *settings]) == 0, capfd.readouterr()
+    config = load_config(directory.config)
+    warm_steps = read_warm_start(directory)
+    assert bool(warm_steps) == config.warm_start.enabled
+    bound = config.buffer.max_off_policyness
+    steps = check_trained(directory, model, warm_steps=len(warm_steps), bound=bound)
+    for name in SHOWS.get(recipe, ()):
+        assert all(math.isfinite(step[name]) for step in steps), name
+    if warm_steps:
+        first, last = warm_steps[0], warm_steps[-1]
+        assert last["held_out_perplexity"] < first["held_out_perplexity_before"]
+        assert all(math.isfinite(step["loss"]) and step["tokens_trained"] > 0 for step in warm_steps)
+
+
+def test_the_tables_name_recipes_that_exist() -> None:
+    assert set(SHOWS) | set(NEEDS) <= set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_says_what_is_particular_about_it(recipe: str) -> None:
+    assert RECIPES[recipe].read_text().startswith("# ")
+    assert load_config(RECIPES[recipe]).run.name == recipe
+    readme = (ROOT / "README.md").read_text()
+    assert f"`{recipe}`" in readme
+
+
+# --- a warm start that is stopped, killed and resumed -----------------------------------------------------------
+
+
+def lines_until(run: subprocess.Popen[str], words: str) -> None:
+    """Read what the run writes until a line begins with `words`."""
+    assert run.stdout is not None
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.startswith(words):
+            return
+    raise AssertionError(f"no line began with {words!r}:\n{''.join(lines)}")
+
+
+def train(arguments: Sequence[str], *, words: str, number: int) -> int:
+    """Run the command in a process of its own, send it signal `number` when it has said `words`; return its exit."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "asyncrl", "train", *arguments]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        lines_until(run, words)
+        run.send_signal(number)
+        return run.wait(120)
+    finally:
+        run.kill()
+        run.wait()
+        assert run.stdout is not None
+        run.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_warm_start_that_is_stopped_and_killed_goes_on_as_if_nothing_had_happened(
+    server: Server, demonstrations: Path, tmp_path: Path
+) -> None:
+    def arguments(directory: Path, **more: Any) -> list[str]:
+        settings = {
+            "engine.urls": f'["{server.url}"]',
+            "warm_start.epochs": 3,
+            "run.checkpoint_every_steps": 2,
+            "learner.warmup_steps": 4,
+            **more,
+        }
+        recipe = "sft_then_rl"
+        return [
+            str(RECIPES[recipe]),
+            *settings_of(recipe, directory, server.model_directory, demonstrations, **settings),
+        ]
+
+    whole = RunDirectory(tmp_path / "whole")
+    assert main(["train", *arguments(whole.path, **{"run.steps": 0})]) == 0
+    wanted = read_warm_start(whole)
+    assert len(wanted) == 14
+    summary = json.loads(whole.summary.read_text())
+    assert (summary["tokens_generated"], summary["weight_syncs"]) == (0, 0), "no engine takes part"
+
+    cut = RunDirectory(tmp_path / "cut")
+    assert train(arguments(cut.path), words="warm start step 3", number=signal.SIGINT) == 130
+    stopped = len(read_warm_start(cut))
+    assert 3 <= stopped < 14
+    assert (cut.checkpoints / f"step-{stopped}" / "manifest.json").exists()
+    resume = [*arguments(cut.path), "--resume"]
+    assert train(resume, words=f"warm start step {stopped + 4}", number=signal.SIGKILL) == -signal.SIGKILL
+    saved = max(int(path.name.removeprefix("step-")) for path in cut.checkpoints.glob("step-*"))
+    assert stopped < saved < 14
+    assert main(["train", *resume]) == 0
+    found = read_warm_start(cut)
+    assert [step["step"] for step in found] == [step["step"] for step in wanted] == list(range(1, 15))
+    for key in ("loss", "grad_norm", "tokens_trained", "learning_rate"):
+        assert [step[key] for step in found] == pytest.approx([step[key] for step in wanted], rel=1e-5), key
+    assert found[-1]["held_out_perplexity"] == pytest.approx(wanted[-1]["held_out_perplexity"], rel=1e-5)
+    steps = check_trained(cut, server.model_directory, warm_steps=14, bound=1)
+    rate = load_config(cut.config).learner.learning_rate
+    assert [step["learning_rate"] for step in steps] == pytest.approx([rate / 4, rate / 2])
