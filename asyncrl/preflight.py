@@ -14,6 +14,7 @@ from asyncrl.configs import Config
 from asyncrl.demonstrations import Demonstrations, read_demonstrations
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.learner.critic_settings import check_critic
 from asyncrl.sandbox import open_backend
 from asyncrl.tokens import ChatRenderer
 
@@ -25,6 +26,7 @@ _PUBLISHED_VERSIONS = 2  # on disk at once while engines change over
 def preflight(config: Config) -> None:
     """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing that stays."""
     check_model(config.model.path)
+    check_critic(config.learner.critic, config.model.path)
     _check_engine(config)
     _check_shared_memory(config)
     trio.run(_check_environment, config)

@@ -130,19 +130,19 @@ class Config:
         loss = self.learner.resolved_loss
         if self.buffer.group_size == 1 and loss.objective == "pairs":
             raise ConfigError(f"group_size must be >= 2 with loss = {loss.name!r}: it compares a group's trajectories")
-        if self.buffer.group_size == 1 and self.learner.baseline != "none" and loss.reads_advantage:
+        if self.buffer.group_size == 1 and self.learner.compares_groups:
             raise ConfigError(
                 f"group_size must be >= 2 with baseline = {self.learner.baseline!r}: a group of one has no baseline "
-                f'and would never be trained on; raise group_size ([buffer]) or set baseline = "none" ([learner])'
+                f'and would never be trained on; raise group_size ([buffer]), set baseline = "none" ([learner]) or '
+                "take a critic ([learner.critic])"
             )
 
-        if self.buffer.replace_zero_advantage and not (
-            self.learner.baseline != "none" and self.learner.resolved_loss.reads_advantage
-        ):
+        if self.buffer.replace_zero_advantage and not self.learner.compares_groups:
             raise ConfigError(
                 f"replace_zero_advantage = true ([buffer]) drops groups that teach something with baseline = "
-                f"{self.learner.baseline!r} and loss = {self.learner.loss!r} ([learner]): it is for losses that weigh "
-                f"tokens by an advantage over the group"
+                f"{self.learner.baseline!r}, loss = {self.learner.loss!r} ([learner]) and kind = "
+                f"{self.learner.critic.kind!r} ([learner.critic]): it is for losses that weigh tokens by an advantage "
+                f"over the group"
             )
 
     def _check_warm_start(self) -> None:

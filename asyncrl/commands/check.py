@@ -67,14 +67,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 def process_plan(config: Config) -> dict[str, Any]:
     """Return who would run where, and how much would be under way."""
-    buffer = config.buffer
+    buffer, learner = config.buffer, config.learner
     order = buffer.order.value
     engines = ", ".join(config.engine.urls) or "one vLLM server, started here"
     if not config.samples:
         engines = "none: nothing is sampled"
     return {
         "orchestrator": "this process",
-        "learner": f"one process, loss {config.learner.loss}, {config.learner.dtype}",
+        "learner": f"one process, loss {learner.loss}, {learner.dtype}, critic {learner.critic.kind}",
         "engines": engines,
         "sandboxes": config.sandbox.backend,
         "environment": config.environment.name,

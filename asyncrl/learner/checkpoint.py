@@ -2,7 +2,8 @@
 
 model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is
 learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, counts of updates,
-           what adapts from step to step); teacher.safetensors where the teacher is an average of the policy's weights
+           what adapts from step to step); teacher.safetensors where the teacher is an average of the policy's weights;
+           critic.safetensors where there is a critic (its own masters and moments)
 
 Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no code when it is read.
 """
@@ -13,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import CheckpointError
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.types import PolicyVersion
 
@@ -32,6 +34,7 @@ _WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _RANDOM = "rng.safetensors"
 _TEACHER = "teacher.safetensors"
+_CRITIC = "critic.safetensors"
 _STATE = "state.json"
 _FORMAT = 1
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
@@ -51,6 +54,9 @@ class LearnerState:
     """name -> number that moves from step to step, as `Stepper.adapted` gave it."""
     teacher: Mapping[str, torch.Tensor]
     """Empty where the teacher had no state of its own."""
+    critic: Mapping[str, Any] = field(default_factory=dict)
+    """What `Critic.state` returned; empty where there was none."""
+    critic_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def save(
@@ -62,6 +68,7 @@ def save(
     version: PolicyVersion,
     adapted: Mapping[str, float],
     teacher: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    critic: Critic | None = None,
 ) -> dict[str, int]:
     """Write model and learner below `directory`; return file name -> bytes once all of it is on the disk.
 
@@ -82,6 +89,9 @@ def save(
             _save_tensors(teacher, learner / _TEACHER)
         state: dict[str, Any] = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
         state |= {"warm_updates": optimizer.warm_updates, "adapted": dict(adapted), "teacher": bool(teacher)}
+        if critic is not None:
+            state["critic"] = critic.state()
+            _save_tensors(critic.tensors(), learner / _CRITIC)
         (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
         written = [path for folder in (model, learner) for path in sorted(folder.iterdir())]
         for path in (*written, model, learner, directory):
@@ -111,6 +121,8 @@ def load(directory: Path) -> LearnerState:
         random=_load_tensors(learner / _RANDOM, directory),
         adapted=state.get("adapted", {}),
         teacher=_load_tensors(learner / _TEACHER, directory) if state.get("teacher") else {},
+        critic=state.get("critic", {}),
+        critic_tensors=_load_tensors(learner / _CRITIC, directory) if "critic" in state else {},
     )
 
 

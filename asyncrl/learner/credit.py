@@ -27,6 +27,9 @@ from asyncrl.losses.inputs import bad_logprob_kinds
 from asyncrl.packing import Batch, lay_out
 from asyncrl.types import Group, Trajectory, TrajectoryStatus
 
+Assign = Callable[[Batch, Sequence[Trajectory], torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a batch, its trajectories, [N] their rewards and [T] what is added on tokens to the advantages [T], float64."""
+
 Reference = Callable[[Batch], torch.Tensor]
 """From a batch to [T], the log-probs of its trained tokens under the frozen reference, in nats."""
 
@@ -48,11 +51,17 @@ class Selection:
     """Of what was added to rewards and left out, see `asyncrl.learner.report`."""
 
 
-def select(groups: Sequence[Group], settings: LearnerSettings, *, reference: Reference | None = None) -> Selection:
+def select(
+    groups: Sequence[Group],
+    settings: LearnerSettings,
+    *,
+    reference: Reference | None = None,
+    assign: Assign | None = None,
+) -> Selection:
     """Return the trajectories that have a reward, laid out with their advantages.
 
     A segment's own per-token advantages override the trainer's where they are numbers. `reference` is asked where
-    `reward_kl_coef` is not 0.
+    `reward_kl_coef` is not 0. `assign` is a critic's, in place of the groups' baselines.
     Raises: ShapeError from the segments; EnvironmentFault naming group and trajectory for a reward that is no number;
     ConfigError where an environment gives no reward per turn at level "turn".
     """
@@ -84,9 +93,13 @@ def select(groups: Sequence[Group], settings: LearnerSettings, *, reference: Ref
         penalty_T = _kl_penalty(batch, reference_T, credit.reward_kl_coef)
         metrics["reward_kl"] = -_mean(penalty_T[batch.loss_mask]) / credit.reward_kl_coef
         metrics["reward_kl_penalty_mean"] = float(penalty_T.sum()) / max(1, len(trajectories))
-    assign = _by_trajectory if credit.level == "trajectory" else _by_turn
-    group_N = torch.tensor(places, dtype=torch.int64)
-    advantage_T, silent_T = assign(batch, trajectories, reward_N, group_N, penalty_T, settings)
+    if assign is None:
+        by_group = _by_trajectory if credit.level == "trajectory" else _by_turn
+        group_N = torch.tensor(places, dtype=torch.int64)
+        advantage_T, silent_T = by_group(batch, trajectories, reward_N, group_N, penalty_T, settings)
+    else:
+        advantage_T = assign(batch, trajectories, reward_N, penalty_T)
+        silent_T = torch.zeros_like(batch.loss_mask)
     batch = replace(batch, advantages=override(advantage_T.float(), batch.advantages))
     if credit.overlong_filter:
         cut_N = _cut_at_a_limit(trajectories)

@@ -56,14 +56,7 @@ class PolicyModel:
 
     def hidden(self, microbatch: Microbatch) -> torch.Tensor:
         """Return [P, C], the body's last hidden state at the slots that predict a scored token; differentiable."""
-        states = self.model.get_decoder()(  # type: ignore[operator]
-            input_ids=microbatch.tree_token_ids.unsqueeze(0),
-            position_ids=microbatch.tree_position_ids.unsqueeze(0),
-            use_cache=False,
-            blocks=microbatch.blocks,
-        ).last_hidden_state[0]
-        predicting: torch.Tensor = states.index_select(0, microbatch.predict_slot)
-        return predicting
+        return hidden_states(self.model.get_decoder(), microbatch)  # type: ignore[operator]
 
     def logprobs(self, microbatch: Microbatch, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([T_m] policy log-probs, [T_m] entropy) in nats, 0.0 where no token is scored; differentiable.
@@ -79,6 +72,18 @@ class PolicyModel:
             logits_dtype=self._head_dtype or head.dtype,
         )
         return unpack(microbatch, logprobs), unpack(microbatch, entropy)
+
+
+def hidden_states(body: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
+    """Return [P, C], the last hidden state of `body` at the slots that predict a scored token; differentiable."""
+    states = body(
+        input_ids=microbatch.tree_token_ids.unsqueeze(0),
+        position_ids=microbatch.tree_position_ids.unsqueeze(0),
+        use_cache=False,
+        blocks=microbatch.blocks,
+    ).last_hidden_state[0]
+    predicting: torch.Tensor = states.index_select(0, microbatch.predict_slot)
+    return predicting
 
 
 def load_model(

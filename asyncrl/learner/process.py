@@ -21,6 +21,7 @@ import torch
 from asyncrl import wire
 from asyncrl.errors import ConfigError
 from asyncrl.learner import checkpoint
+from asyncrl.learner.critic import open_critic, resume_critic
 from asyncrl.learner.model import load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.settings import LearnerJob, read_job
@@ -58,12 +59,16 @@ class Learner:
         self._teachers = open_teachers(job, self._model, self._optimizer.masters, device)
         if state is not None:
             self._teachers.restore(state.teacher)
+        self._critic = open_critic(job, self._model, device)
+        if state is not None:
+            resume_critic(self._critic, state.critic_tensors, state.critic)
         self._stepper = Stepper(
             self._model,
             self._optimizer,
             settings,
             max_off_policyness=job.max_off_policyness,
             teachers=self._teachers,
+            critic=self._critic,
             version=state.version if state else 0,
             adapted=state.adapted if state else {},
         )
@@ -117,6 +122,7 @@ class Learner:
             version=self._stepper.version,
             adapted=self._stepper.adapted,
             teacher=self._teachers.state(),
+            critic=self._critic,
         )
 
     def close(self) -> None:

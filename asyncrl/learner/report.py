@@ -4,7 +4,7 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 
 | name | what |
 |---|---|
-| loss | of the whole batch, every term included |
+| loss | of the whole batch, every term included; a critic's own is value_loss |
 | grad_norm, grad_norm_nonfinite | global norm before clipping; 1 where it was not finite and the step was skipped |
 | learning_rate | that was applied |
 | tokens_trained, num_loss_tokens | sampled tokens in the loss |
@@ -32,6 +32,15 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | mismatch_* | engine against learner at staleness 0 |
 | teacher_divergence, divergence_clipped_frac | of a teacher, over the trained tokens, as cut; share of tokens cut |
 | num_pairs, num_unpaired_trajectories, num_groups_without_pair | of a preference loss |
+| value_loss | of a critic, over the states: half a squared error, or a cross-entropy in nats ("yes_no") |
+| value_mean, return_mean | over the states, before the update; rescaled to 0 to 1 by "yes_no" |
+| value_explained_variance | 1 - Var(return - value) / Var(return) over the states, before the update; 1 is perfect |
+| value_clip_fraction | states whose value has no gradient for value_clip; over all updates on the batch |
+| value_states, value_nonfinite | states with a value (tokens, or questions); those without a finite one: skipped step |
+| return_clamped_share | returns outside of 0 to 1, which "yes_no" brings to its ends |
+| critic_grad_norm, critic_grad_norm_nonfinite, critic_learning_rate | as of the policy, for a critic's own weights |
+| critic_warmup | 1 while the policy's loss is left out |
+| critic_updates_skipped | further updates on the batch whose gradient was not finite |
 
 and everything else that `asyncrl.losses.diagnostics` and the loss itself report, under their own names.
 """

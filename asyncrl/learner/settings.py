@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.credit_settings import CreditSettings
+from asyncrl.learner.critic_settings import CriticSettings
 from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings, check_teacher, check_temperature
 from asyncrl.losses import resolve
 from asyncrl.losses.presets import BASELINES, SCALES, LossSettings
@@ -63,6 +64,8 @@ class LearnerSettings:
     scale: str = "group_std"
     """What an advantage is divided by: "none", "group_std", "batch_std" or "group_mean"."""
     credit: CreditSettings = field(default_factory=CreditSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
+    """With one, `baseline` and `scale` are not read: advantages are relative to its values."""
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0; constant after."""
@@ -96,6 +99,11 @@ class LearnerSettings:
     def resolved_loss(self) -> LossSettings:
         """The loss with its settings, checked."""
         return resolve(self.loss, **self.loss_settings)
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a group whose rewards are all equal, or that has one trajectory, has no advantage to learn from."""
+        return self.baseline != "none" and not self.critic.on and self.resolved_loss.reads_advantage
 
     @property
     def needs_reference(self) -> bool:
@@ -144,6 +152,21 @@ class LearnerSettings:
         for section, found in unread.items():
             if found:
                 raise ConfigError(f"[learner.{section}] is set and not read by loss {self.loss!r} ([learner])")
+        if self.critic.on:
+            self._check_critic(loss)
+
+    def _check_critic(self, loss: LossSettings) -> None:
+        if not loss.reads_advantage:
+            raise ConfigError(
+                f'loss {self.loss!r} reads no advantages, so kind = "{self.critic.kind}" would change nothing; set it '
+                'to "none" ([learner.critic])'
+            )
+        if self.credit.level != "trajectory":
+            raise ConfigError(
+                f'level = "{self.credit.level}" ([learner.credit]) compares the turns of a group, which a critic '
+                f'(kind = "{self.critic.kind}", [learner.critic]) does not: it sees the rewards of turns in time by '
+                'itself; set level = "trajectory"'
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

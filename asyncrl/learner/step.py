@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from asyncrl.learner.credit import Selection, select
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.preferences import choose_pairs, pair_inputs, split_pairs
@@ -25,7 +26,10 @@ from asyncrl.types import Group, PolicyVersion
 
 
 class Stepper:
-    """Takes optimizer steps on one model; `teachers` are the teacher and the reference, where the loss needs them."""
+    """Takes optimizer steps on one model.
+
+    `teachers` are the teacher and the reference, where the loss needs them; a `critic` replaces the groups' baseline.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Stepper:
         *,
         max_off_policyness: int,
         teachers: Teachers | None = None,
+        critic: Critic | None = None,
         version: PolicyVersion = 0,
         adapted: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
@@ -49,6 +54,7 @@ class Stepper:
         self._loss = resolve(settings.loss, **self._loss_settings)
         self._max_off_policyness = max_off_policyness
         self._device = next(iter(optimizer.masters.values())).device
+        self._critic = critic
         self._teachers = teachers or Teachers(self._loss, model, self._device)
 
     @property
@@ -79,12 +85,14 @@ class Stepper:
         norm = self._optimizer.gradient_norm()
         metrics |= {"loss": loss, "grad_norm": norm, "grad_norm_nonfinite": float(not math.isfinite(norm))}
         metrics["learning_rate"] = self._optimizer.learning_rate(learning_rate_scale)
-        stepped = math.isfinite(norm)
-        if stepped:
+        stepped = math.isfinite(norm) and (self._critic is None or self._critic.can_step)
+        if stepped and not (self._critic is not None and self._critic.freezes_policy):
             self._optimizer.step(norm, scale=learning_rate_scale)
             self._teachers.advance()
         else:
             self._optimizer.discard()
+        if self._critic is not None:
+            metrics |= self._critic.finish(batch, stepped=stepped)
         metrics["seconds_optimizer"] = clock.lap()
         seen, histograms = diagnose(whole, records, selection, self._settings)
         metrics |= seen | self._adapt(seen)
@@ -115,7 +123,8 @@ class Stepper:
     def _select(self, groups: Sequence[Group]) -> Selection:
         if self._loss.objective == "pairs":
             return choose_pairs(groups, self._settings.pairs)
-        return select(groups, self._settings, reference=self._teachers.reference_logprobs)
+        assign = None if self._critic is None else self._critic.assign
+        return select(groups, self._settings, reference=self._teachers.reference_logprobs, assign=assign)
 
     def _split(self, batch: Batch) -> list[Microbatch]:
         size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
@@ -132,7 +141,7 @@ class Stepper:
     def accumulate(
         self, batch: Batch, microbatches: Sequence[Microbatch], *, reference: torch.Tensor | None = None
     ) -> tuple[float, dict[str, Record], LossInputs]:
-        """Add the gradients of the batch's loss to the optimizer's sums; `reference` [T] where it is known already.
+        """Add the gradients of the batch's losses to the optimizers' sums; `reference` [T] where it is known already.
 
         Returns the loss, the loss's own metrics merged over microbatches, and the whole batch's inputs (detached).
         """
@@ -151,12 +160,17 @@ class Stepper:
                 given = {**counts, **read.given(microbatch, hidden)}
                 inputs = self._inputs(batch, microbatch, logprobs_T, entropy_T, given)
                 output = evaluate(self._settings.loss, inputs, **self._loss_settings)
-            if learns:
-                output.loss.backward()
+            losses = [output.loss] if learns else []
+            if self._critic is not None:
+                losses += self._critic.losses(batch, there, hidden)
+            if losses:
+                torch.stack(losses).sum().backward()
             total += float(output.loss.detach())
             parts.append(output.metrics)
             policy[microbatch.token_index] = logprobs_T.detach().double().cpu()
             entropy[microbatch.token_index] = entropy_T.detach().double().cpu()
+        if self._critic is not None:
+            self._critic.accumulate(batch)
         whole = LossInputs(
             policy_logprobs=policy,
             behaviour_logprobs=batch.behaviour_logprobs,
@@ -177,6 +191,10 @@ class Stepper:
         Such groups are half of a batch early in training; they are forwarded for the diagnostics alone.
         """
         idle = torch.zeros(batch.num_segments, dtype=torch.bool)
+        if self._critic is not None and self._critic.warms_up:
+            return ~idle
+        if self._critic is not None and self._critic.trains_body:
+            return idle
         if self._loss.min_reward is not None and not self._loss.observation_coef:
             idle |= batch.rewards <= self._loss.min_reward
         if self._loss.needs_advantage:

@@ -1,0 +1,456 @@
+"""Critics: the value of a state in three forms, the advantages from it, and how each form learns.
+
+Legend: `T` tokens of the batch, `W` of the rows that are forwarded, `K` states, `N` trajectories, `P` predictions
+of a microbatch, `C` hidden width.
+
+Values are taken once before the update, in a forward pass of their own without gradients: advantages are needed before
+the first backward pass, and to keep the graphs of all microbatches until then would need the memory of them all. That
+costs a third of a forward and backward pass more, of the policy's body ("head", "yes_no") or of the value model's. With
+one update a batch the values of the learning pass are the same again, so nothing is clipped (`value_clip`).
+
+A time step is a state in which the policy chose: a sampled token, or with "yes_no" a question, which holds for the
+tokens up to the next. GAE runs over the states of all segments of a trajectory, one segment after the other.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.advantages import gae
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.learner.critic_settings import CriticSettings, Question, check_critic, read_question
+from asyncrl.learner.model import PolicyModel, hidden_states, load_model
+from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.settings import LearnerJob, LearnerSettings
+from asyncrl.learner.states import States, last_actions, question_states, token_states
+from asyncrl.losses import LossOutput, clipped_value_loss, finalise, reduce, yes_no_loss
+from asyncrl.losses.reduction import Record, Sum
+from asyncrl.packing import Batch, Microbatch, split, to_device, unpack
+from asyncrl.types import Trajectory, TrajectoryStatus
+
+_CUT_OFF = (TrajectoryStatus.TRUNCATED_LENGTH, TrajectoryStatus.TRUNCATED_TURNS, TrajectoryStatus.TIMED_OUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a critic says of a batch before the update, and what it is to learn from it."""
+
+    advantages: torch.Tensor
+    """[T] float64; 0 where nothing is trained on."""
+    states: States
+    microbatches: Sequence[Microbatch]
+    """Of the states' rows."""
+    values: torch.Tensor
+    """[K] float64, before the update."""
+    returns: torch.Tensor
+    """[K] float64, what the values are to become."""
+    num_nonfinite: int
+    """Values that were no numbers; the step must be skipped."""
+    num_clamped: int
+    """Returns outside of what a yes/no value can stand for, brought to its ends."""
+
+
+class Critic(abc.ABC):
+    """A value of states. `optimizer` steps what is the critic's own, where it has any."""
+
+    optimizer: Optimizer | None = None
+
+    def __init__(self, settings: LearnerSettings, device: torch.device) -> None:
+        self.settings: CriticSettings = settings.critic
+        self.steps = 0
+        """Optimizer steps that the critic took part in, skipped ones left out."""
+        self._learner = settings
+        self._device = device
+        self._under_way: Estimate | None = None
+        self._records: list[Mapping[str, Record]] = []
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the policy's loss is left out of the next step."""
+        return self.steps < self.settings.critic_warmup_steps
+
+    @property
+    def freezes_policy(self) -> bool:
+        """Whether the next step leaves the policy's weights as they are."""
+        return self.warms_up
+
+    @property
+    def trains_body(self) -> bool:
+        """Whether the values' gradient goes through the graph of the policy's own pass."""
+        return False
+
+    def assign(
+        self, batch: Batch, trajectories: Sequence[Trajectory], rewards: torch.Tensor, token_rewards: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the advantages [T] float64 of `batch`, and keep what is to be learned from it until `finish`.
+
+        `rewards` [N] float64 are the trajectories', `token_rewards` [T] what is added on single tokens.
+        Raises: ConfigError for a trajectory's reward that a yes/no value cannot stand for.
+        """
+        self._under_way = None
+        if not batch.num_loss_tokens:
+            return torch.zeros(batch.num_tokens, dtype=torch.float64)
+        placed = token_rewards.double() + rewards_in_time(batch, trajectories, rewards.double())
+        estimate = self._estimate(batch, trajectories, placed)
+        self._under_way = estimate
+        return estimate.advantages
+
+    @property
+    def under_way(self) -> Estimate:
+        """What is to be learned from the batch of the last `assign`."""
+        assert self._under_way is not None
+        return self._under_way
+
+    def _estimate(self, batch: Batch, trajectories: Sequence[Trajectory], rewards: torch.Tensor) -> Estimate:
+        """Return values, advantages and returns; `rewards` [T] float64 on trained tokens."""
+        cut = [self.settings.bootstrap_truncated and t.status in _CUT_OFF for t in trajectories]
+        states = self._states(batch, torch.tensor(cut, dtype=torch.bool))
+        microbatches = split(
+            states.rows,
+            max_tokens=self._learner.microbatch_tokens,
+            share_prefixes=self._learner.share_prefixes,
+        )
+        with torch.no_grad():
+            outputs_W = torch.zeros(states.rows.num_tokens, dtype=torch.float64)
+            for microbatch in microbatches:
+                found = self._outputs(to_device(microbatch, self._device))
+                outputs_W[microbatch.token_index] = found.double().cpu()
+        values_Q = self._value_of(outputs_W[states.place])
+        num_nonfinite = int((~values_Q.isfinite()).sum())
+        values_Q = torch.where(values_Q.isfinite(), values_Q, 0.0)
+        num_states, mask = len(states.token), batch.loss_mask
+        values, ends = values_Q[:num_states], torch.zeros(len(trajectories), dtype=torch.float64)
+        ends[states.end_of] = values_Q[num_states:]
+        rewards = self._rescaled(batch, trajectories, rewards)
+        advantages, returns = gae(
+            torch.zeros(num_states, dtype=torch.float64).index_add(0, states.state_of_token[mask], rewards[mask]),
+            values,
+            torch.ones(num_states, dtype=torch.bool),
+            states.cu_seqlens,
+            gamma=self.settings.gamma,
+            lam=self.settings.lam,
+            bootstrap_values=ends,
+        )
+        reachable = self._reachable(returns)
+        return Estimate(
+            advantages=torch.where(mask, advantages[states.state_of_token], 0.0),
+            states=states,
+            microbatches=microbatches,
+            values=values,
+            returns=reachable,
+            num_nonfinite=num_nonfinite,
+            num_clamped=int((reachable - returns).abs().gt(1e-9).sum()),
+        )
+
+    def losses(self, batch: Batch, microbatch: Microbatch, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Return what goes into the policy's backward pass over `microbatch`: nothing, or the value loss [].
+
+        `microbatch` is on the device, `hidden` [P, C] what the policy's body made of it. `batch.loss_mask` tells which
+        states are learned from, here and below.
+        """
+        return []
+
+    def accumulate(self, batch: Batch) -> None:
+        """Add the gradients of a pass of the critic's own over its rows."""
+        estimate = self.under_way
+        states = estimate.states
+        learns_K = batch.loss_mask[states.token]
+        place_K = states.place[: len(states.token)]
+
+        def spread(values_K: torch.Tensor) -> torch.Tensor:
+            return values_K.new_zeros(states.rows.num_tokens).index_copy(0, place_K, values_K)
+
+        mask_W, returns_W, values_W = spread(learns_K), spread(estimate.returns), spread(estimate.values)
+        for microbatch in estimate.microbatches:
+            places = microbatch.token_index
+            if not bool(mask_W[places].any()):
+                continue
+            output = self._loss_of(
+                self._outputs(to_device(microbatch, self._device)),
+                returns_W[places].to(self._device),
+                mask_W[places].to(self._device),
+                values_W[places].to(self._device),
+                int(learns_K.sum()),
+            )
+            (self._coefficient * output.loss).backward()
+            self._records.append(output.metrics)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether all values and all gradients of the critic's own are finite."""
+        finite = self.optimizer is None or math.isfinite(self.optimizer.gradient_norm())
+        return finite and not self.under_way.num_nonfinite
+
+    def finish(self, batch: Batch, *, stepped: bool) -> dict[str, float]:
+        """Apply the critic's own gradients, or forget them unless `stepped`; return the step's metrics."""
+        estimate = self.under_way
+        metrics = {
+            "value_states": float(len(estimate.states.token)),
+            "value_nonfinite": float(estimate.num_nonfinite),
+            "return_clamped_share": estimate.num_clamped / len(estimate.states.token),
+            "critic_warmup": float(self.warms_up),
+        }
+        if self.optimizer is not None:
+            norm = self.optimizer.gradient_norm()
+            metrics |= {"critic_grad_norm": norm, "critic_grad_norm_nonfinite": float(not math.isfinite(norm))}
+            metrics["critic_learning_rate"] = self.optimizer.learning_rate()
+            if stepped:
+                self.optimizer.step(norm)
+            else:
+                self.optimizer.discard()
+        records, self._records = reduce(self._records), []
+        if stepped:
+            self.steps += 1
+            records = reduce([records, self._update_again(batch)])
+        return {**metrics, **finalise(records)}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint must hold of the critic's own weights and moments."""
+        return {} if self.optimizer is None else self.optimizer.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return what else a checkpoint must hold."""
+        updates = 0 if self.optimizer is None else self.optimizer.updates
+        return {"kind": self.settings.kind, "steps": self.steps, "updates": updates}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
+        """Go on from what `tensors` and `state` returned. Raises: CheckpointError."""
+        if self.optimizer is not None:
+            self.optimizer.restore(tensors, updates=int(state["updates"]))
+        self.steps = int(state["steps"])
+
+    @property
+    def _coefficient(self) -> float:
+        return self.settings.value_coef
+
+    def _states(self, batch: Batch, goes_on: torch.Tensor) -> States:
+        return token_states(batch, goes_on)
+
+    @abc.abstractmethod
+    def _outputs(self, microbatch: Microbatch) -> torch.Tensor:
+        """Return [T_m] float32 or float64, what stands for the value before each scored token; differentiable."""
+
+    def _value_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
+
+    def _loss_of(
+        self, outputs: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, old: torch.Tensor, number: int
+    ) -> LossOutput:
+        clip = self.settings.value_clip
+        return clipped_value_loss(outputs, returns, mask, old_values=old, clip=clip, num_loss_tokens=number)
+
+    def _update_again(self, batch: Batch) -> Mapping[str, Record]:
+        """Take the further steps on the same batch; return what they say of themselves."""
+        return {}
+
+    def _rescaled(self, batch: Batch, trajectories: Sequence[Trajectory], rewards: torch.Tensor) -> torch.Tensor:
+        return rewards
+
+    def _reachable(self, returns: torch.Tensor) -> torch.Tensor:
+        return returns
+
+
+class ModelCritic(Critic):
+    """A value model: a body and a head of its own, and its own optimizer."""
+
+    def __init__(self, settings: LearnerSettings, body: PolicyModel) -> None:
+        decoder: torch.nn.Module = body.model.get_decoder()  # type: ignore[operator]
+        parameters = dict(decoder.named_parameters(prefix="body"))
+        example = next(iter(parameters.values()))
+        super().__init__(settings, example.device)
+        self._body = decoder
+        self._head = _value_head(body)
+        parameters |= dict(self._head.named_parameters(prefix="head"))
+        self.optimizer = Optimizer(parameters, _own(settings))
+
+    @property
+    def _coefficient(self) -> float:
+        return 1.0
+
+    def _outputs(self, microbatch: Microbatch) -> torch.Tensor:
+        return unpack(microbatch, _apply(self._head, hidden_states(self._body, microbatch)))
+
+    def _update_again(self, batch: Batch) -> Mapping[str, Record]:
+        assert self.optimizer is not None
+        seen: list[Mapping[str, Record]] = []
+        for _ in range(1, self.settings.updates_per_batch):
+            self.accumulate(batch)
+            records, self._records = reduce(self._records), []
+            norm = self.optimizer.gradient_norm()
+            if math.isfinite(norm):
+                self.optimizer.step(norm)
+            else:
+                self.optimizer.discard()
+            # Of the rest the first pass has told, and before the update.
+            told = {name: record for name, record in records.items() if name == "value_clip_fraction"}
+            seen.append({**told, "critic_updates_skipped": Sum(float(not math.isfinite(norm)))})
+        return reduce(seen)
+
+
+class HeadCritic(Critic):
+    """A linear head on the policy's body."""
+
+    def __init__(self, settings: LearnerSettings, policy: PolicyModel) -> None:
+        self._policy = policy
+        self._head = _value_head(policy)
+        super().__init__(settings, self._head.weight.device)
+        self.optimizer = Optimizer(dict(self._head.named_parameters(prefix="head")), _own(settings))
+
+    @property
+    def trains_body(self) -> bool:
+        """See `Critic.trains_body`."""
+        return not self.settings.stop_gradient and not self.warms_up
+
+    def losses(self, batch: Batch, microbatch: Microbatch, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """See `Critic.losses`."""
+        hidden = hidden if self.trains_body else hidden.detach()
+        estimate = self.under_way
+        places, state_T = microbatch.token_index.cpu(), estimate.states.state_of_token
+        output = self._loss_of(
+            unpack(microbatch, _apply(self._head, hidden)),
+            estimate.returns[state_T[places]].to(self._device),
+            batch.loss_mask[places].to(self._device),
+            estimate.values[state_T[places]].to(self._device),
+            batch.num_loss_tokens,
+        )
+        self._records.append(output.metrics)
+        return [self._coefficient * output.loss]
+
+    def accumulate(self, batch: Batch) -> None:
+        """Nothing: the head learns in the policy's own pass, from the hidden states that are there already."""
+
+    def _outputs(self, microbatch: Microbatch) -> torch.Tensor:
+        return unpack(microbatch, _apply(self._head, self._policy.hidden(microbatch)))
+
+
+class YesNoCritic(Critic):
+    """The policy's own probability of yes against no after a question. Values and returns are rescaled rewards."""
+
+    def __init__(self, settings: LearnerSettings, policy: PolicyModel, question: Question) -> None:
+        self._policy = policy
+        self._question = question
+        super().__init__(settings, policy.head.device)
+
+    @property
+    def freezes_policy(self) -> bool:
+        """See `Critic.freezes_policy`."""
+        return False
+
+    def _states(self, batch: Batch, goes_on: torch.Tensor) -> States:
+        return question_states(batch, goes_on, self._question, every=self.settings.question_every)
+
+    def _outputs(self, microbatch: Microbatch) -> torch.Tensor:
+        """Return z_yes - z_no, at temperature 1: it is no probability of sampling."""
+        hidden = self._policy.hidden(microbatch)
+        words = self._policy.head[[self._question.yes, self._question.no]]
+        logits = torch.nn.functional.linear(hidden.to(_wide(hidden.dtype)), words.to(_wide(words.dtype)))
+        return unpack(microbatch, logits[:, 0] - logits[:, 1])
+
+    def _value_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.sigmoid()
+
+    def _loss_of(
+        self, outputs: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, old: torch.Tensor, number: int
+    ) -> LossOutput:
+        return yes_no_loss(outputs, torch.zeros_like(outputs), returns, mask, num_loss_tokens=number)
+
+    def _rescaled(self, batch: Batch, trajectories: Sequence[Trajectory], rewards: torch.Tensor) -> torch.Tensor:
+        low, high = self.settings.reward_low, self.settings.reward_high
+        for trajectory in trajectories:
+            if trajectory.reward is not None and not low <= trajectory.reward <= high:
+                raise ConfigError(
+                    f"trajectory {trajectory.trajectory_id} of environment {trajectory.environment!r} has reward "
+                    f"{trajectory.reward}, outside of reward_low = {low} and reward_high = {high} ([learner.critic])"
+                )
+        last = last_actions(batch, len(trajectories))
+        last = last[last >= 0]
+        shift = torch.full((len(last),), low, dtype=torch.float64)
+        return rewards.index_add(0, last, -shift) / (high - low)
+
+    def _reachable(self, returns: torch.Tensor) -> torch.Tensor:
+        return returns.clamp(0.0, 1.0)
+
+
+def rewards_in_time(batch: Batch, trajectories: Sequence[Trajectory], rewards: torch.Tensor) -> torch.Tensor:
+    """Return [T] float64: what a turn earned on its last trained token, the rest of the reward on the trajectory's.
+
+    `rewards` [N] float64 are whole trajectories', those of their turns included. A trajectory without a trained token
+    has none to put its reward on, and teaches nothing.
+    """
+    placed = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    left = rewards.clone()
+    bounds = iter(batch.cu_seqlens.tolist())
+    for number, trajectory in enumerate(trajectories):
+        for segment in trajectory.segments:
+            start = next(bounds)
+            for turn in segment.turns:
+                if turn.reward is not None and turn.end > turn.start:
+                    placed[start + turn.end - 1] += turn.reward
+                    left[number] -= turn.reward
+    last = last_actions(batch, len(trajectories))
+    some = last >= 0
+    return placed.index_add(0, last[some], left[some])
+
+
+def _own(settings: LearnerSettings) -> LearnerSettings:
+    return replace(settings, learning_rate=settings.critic.learning_rate)
+
+
+def _value_head(model: PolicyModel) -> torch.nn.Linear:
+    """Return a head whose values are all 0, in float32 at least, beside the model's weights."""
+    width = model.head.shape[1]
+    head = torch.nn.Linear(width, 1, device=model.head.device, dtype=_wide(model.head.dtype))
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    return head
+
+
+def _apply(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    values: torch.Tensor = head(hidden.to(head.weight.dtype))[:, 0]
+    return values
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def open_critic(job: LearnerJob, policy: PolicyModel, device: torch.device) -> Critic | None:
+    """Return the critic that `job` asks for, or None.
+
+    Raises: ConfigError where the files of the policy, or of the value model, cannot do what is asked.
+    """
+    settings = job.learner
+    check_critic(settings.critic, job.model)
+    match settings.critic.kind:
+        case "model":
+            path = settings.critic.path if settings.critic.path != Path("") else job.model
+            checkpointing = settings.gradient_checkpointing
+            body = load_model(path, dtype=policy.head.dtype, device=device, gradient_checkpointing=checkpointing)
+            return ModelCritic(settings, body)
+        case "head":
+            return HeadCritic(settings, policy)
+        case "yes_no":
+            return YesNoCritic(settings, policy, read_question(settings.critic, job.model))
+    return None
+
+
+def resume_critic(critic: Critic | None, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
+    """Bring `critic` to what `tensors` and `state` of a checkpoint hold; `state` is empty where there was none.
+
+    Raises: CheckpointError for one of another kind, or where something is missing.
+    """
+    kind = "none" if critic is None else critic.settings.kind
+    if state.get("kind", "none") != kind:
+        raise CheckpointError(
+            f'the checkpoint was written with kind = "{state.get("kind", "none")}" and cannot go on with "{kind}" '
+            "([learner.critic]); start a new run from its model folder instead"
+        )
+    if critic is not None:
+        critic.restore(tensors, state)
