@@ -17,6 +17,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
+from asyncrl.collecting import collect_from
 from asyncrl.environments.mixed import MixedEnvironment
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import is_solved
@@ -210,7 +211,7 @@ class Curriculum:
 
 
 class CurriculumEnvironment:
-    """An environment whose next task a curriculum chooses. Fulfils `protocols.Environment`."""
+    """An environment whose next task a curriculum chooses. Fulfils `protocols.ReportsTrajectories`."""
 
     def __init__(self, environment: Environment, curriculum: Curriculum) -> None:
         self.name = environment.name
@@ -231,10 +232,23 @@ class CurriculumEnvironment:
         return self._environment.held_out()
 
     async def collect_trajectories(
-        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
-        """See `protocols.Environment`."""
-        return await self._environment.collect_trajectories(task, sampler, group_id=group_id, group_size=group_size)
+        """See `protocols.ReportsTrajectories`."""
+        return await collect_from(
+            self._environment,
+            task,
+            sampler,
+            group_id=group_id,
+            group_size=group_size,
+            on_trajectory=on_trajectory,
+        )
 
     def state(self) -> Mapping[str, Any]:
         """Return the environment's state and the curriculum's."""

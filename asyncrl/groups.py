@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 import trio
 
 from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger
+from asyncrl.collecting import GroupCollector
 from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
-from asyncrl.rollout import refuse_bad_numbers
 from asyncrl.sampler import CountingSampler
 from asyncrl.status import RunStatus
-from asyncrl.types import Completion, Group, Task
+from asyncrl.types import Completion, Group, Task, Trajectory, TrajectoryStatus
 from asyncrl.waiting import RunningGroup, WatchedSampler
 
-_MAX_FAILED_GROUPS = 3  # this many groups in a row without one usable episode: the environment is broken, stop
+ALL_FAILED = "all_failed"
+GROUP_DEADLINE = "group_deadline"
+_MAX_FAILED_GROUPS = 3  # this many groups in a row without enough usable episodes: the environment is broken, stop
 
 
 class GroupRollouts:
@@ -53,6 +55,7 @@ class GroupRollouts:
         self._redraw = deque(redraw)
         self._open_tasks: dict[int, Task] = {}
         self._failed_in_a_row = 0
+        self._collector = GroupCollector(environment, settings)
         self._replacements = Replacements(settings.max_replacements)
         self.running: dict[int, RunningGroup] = {}
         """group id -> what its episodes do now."""
@@ -88,14 +91,14 @@ class GroupRollouts:
     async def _rollout(self, group_id: int, task: Task) -> None:
         admitted_at, version = trio.current_time(), self._buffer.version
         running = self.running[group_id] = RunningGroup(group_id, task.task_id, admitted_at)
-        collected = await self._environment.collect_trajectories(
-            task,
-            WatchedSampler(self._counting(group_id), running),
-            group_id=str(group_id),
-            group_size=self._settings.group_size,
-        )
+
+        def count_retry(failed: Sequence[Trajectory]) -> None:
+            self._ledger.retry(group_id, failed)
+            self._status.episodes_retried += len(failed)
+
+        sampler = WatchedSampler(self._counting(group_id), running)
+        trajectories = await self._collector.collect(task, sampler, group_id=group_id, on_retry=count_retry)
         del self.running[group_id]
-        trajectories = [refuse_bad_numbers(trajectory) for trajectory in collected]
         group = Group(
             group_id=group_id,
             task=task,
@@ -103,22 +106,29 @@ class GroupRollouts:
             admitted_at=admitted_at,
             admitted_version=version,
         )
-        _check_group(group, self._settings.group_size)
         self._ledger.finish(group)
         self._status.count_group(group)
         self._on_group(group)
         if isinstance(self._environment, LearnsFromGroups):
             self._environment.observe(task, trajectories)
-        if all(trajectory.reward is None for trajectory in trajectories):
-            self._count_failed(group)
-            self._drop(group, "all_failed")
-            return
-        self._failed_in_a_row = 0
-        reason = zero_advantage_reason(group)
-        if reason and self._may_replace():
+        reason = self._failure_of(group)
+        if reason:
+            self._count_failed(group, reason)
+        else:
+            self._failed_in_a_row = 0
+            reason = zero_advantage_reason(group)
+            reason = reason if reason and self._may_replace() else None
+        if reason:
             self._drop(group, reason)
         else:
             self._buffer.put(group)
+
+    def _failure_of(self, group: Group) -> str | None:
+        """Return why a group cannot be trained on, or None. One that was cut short needs two usable episodes."""
+        num_usable = sum(trajectory.reward is not None for trajectory in group.trajectories)
+        if any(trajectory.status is TrajectoryStatus.FAILED_DEADLINE for trajectory in group.trajectories):
+            return GROUP_DEADLINE if num_usable < min(2, self._settings.group_size) else None
+        return ALL_FAILED if num_usable == 0 else None
 
     def _counting(self, group_id: int) -> Sampler:
         def count(trajectory_id: str, completion: Completion) -> None:
@@ -132,13 +142,14 @@ class GroupRollouts:
             return False
         return self._replacements.allow(self._buffer.version)
 
-    def _count_failed(self, group: Group) -> None:
-        """Count a group without one usable episode, and end the run when that goes on."""
+    def _count_failed(self, group: Group, reason: str) -> None:
+        """Count a group that has failed, and end the run when that goes on."""
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= _MAX_FAILED_GROUPS:
             details = sorted({f"{t.status}: {t.detail}" for t in group.trajectories})
+            found = "no usable episode" if reason == ALL_FAILED else "too few episodes that ended in time"
             raise EnvironmentFault(
-                f"{self._failed_in_a_row} groups in a row had no usable episode; the last, of task "
+                f"{self._failed_in_a_row} groups in a row had {found}; the last, of task "
                 f"{group.task.task_id}: {'; '.join(details[:3])}"
             )
 
@@ -149,13 +160,3 @@ class GroupRollouts:
         self._buffer.drop(group.group_id, reason)
         del self._open_tasks[group.group_id]
         self._gate.release([group.group_id])
-
-
-def _check_group(group: Group, group_size: int) -> None:
-    """Raise EnvironmentFault unless the environment returned what it was asked for, each episode once."""
-    ids = {trajectory.trajectory_id for trajectory in group.trajectories}
-    if not len(ids) == len(group.trajectories) == group_size:
-        raise EnvironmentFault(
-            f"environment {group.task.environment}: group {group.group_id} (task {group.task.task_id}) came back with "
-            f"{len(group.trajectories)} trajectories of {len(ids)} different ids, {group_size} were asked for"
-        )

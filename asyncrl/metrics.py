@@ -36,6 +36,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
     ("asyncrl_stalls", "Times the learner waited for groups longer than stall_minutes.", lambda s: s.stalls),
     ("asyncrl_tokens_generated", "Tokens that the engines sampled, trained on or not.", lambda s: s.tokens_generated),
     ("asyncrl_tokens_trained", "Sampled tokens that were trained on.", lambda s: s.tokens_trained),
+    ("asyncrl_episodes_retried", "Failed attempts that another one followed.", lambda s: s.episodes_retried),
     ("asyncrl_groups_trained", "Groups that were trained on.", lambda s: s.groups_trained),
     ("asyncrl_weight_syncs", "Versions that reached the engines.", lambda s: s.weight_syncs),
     (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -65,6 +66,33 @@ class Environment(Protocol):
     async def aclose(self) -> None:
         """Release what the environment holds."""
         ...
+
+
+class ReportsTrajectories(Environment, Protocol):
+    """An environment that tells of each episode as it ends, so that those survive a group that is cut short.
+
+    It is told from others by the keyword that its `collect_trajectories` takes.
+    """
+
+    async def collect_trajectories(
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> Sequence[Trajectory]:
+        """As `Environment.collect_trajectories`; calls `on_trajectory` with each trajectory once it is final.
+
+        Trajectory ids are the group's id, "-", and a number from 0 on. The call may be cancelled at any moment.
+        """
+        ...
+
+
+def reports_trajectories(environment: Environment) -> bool:
+    """Tell whether an environment's `collect_trajectories` takes `on_trajectory`."""
+    return "on_trajectory" in inspect.signature(environment.collect_trajectories).parameters
 
 
 @runtime_checkable

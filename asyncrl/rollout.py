@@ -181,7 +181,7 @@ class TaskSource:
 
 
 class MultiTurnEnvironment(abc.ABC):
-    """An environment of turns: `start` asks, `step` answers each reply. Fulfils `asyncrl.protocols.Environment`.
+    """An environment of turns: `start` asks, `step` answers each reply. Fulfils `protocols.ReportsTrajectories`.
 
     Example:
         >>> class Parrot(MultiTurnEnvironment):
@@ -269,13 +269,21 @@ class MultiTurnEnvironment(abc.ABC):
         """Release what the environment holds: nothing, here."""
 
     async def collect_trajectories(
-        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
         """Run and score `group_size` episodes concurrently; a failed one has a failure status and no reward."""
         trajectories: dict[int, Trajectory] = {}
 
         async def run(index: int) -> None:
             trajectories[index] = await self._run_episode(task, sampler, f"{group_id}-{index}")
+            if on_trajectory:
+                on_trajectory(trajectories[index])
 
         async with trio.open_nursery() as nursery:
             for index in range(group_size):

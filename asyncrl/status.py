@@ -56,6 +56,8 @@ class RunStatus:
     """Times that the learner waited for groups longer than the limit."""
     trajectories: Counter[str] = field(default_factory=Counter)
     """status -> episodes of training that ended so."""
+    episodes_retried: int = 0
+    """Failed attempts at an episode that another one followed."""
     groups_dropped: Counter[str] = field(default_factory=Counter)
     """reason -> groups that were generated and not trained on."""
     evaluations: list[EvaluationResult] = field(default_factory=list)
@@ -71,6 +73,8 @@ class RunStatus:
     def count_group(self, group: Group) -> None:
         """Count how the group's episodes ended."""
         self.trajectories.update(trajectory.status.value for trajectory in group.trajectories)
+        retries = [trajectory.extras.get("retries") for trajectory in group.trajectories]  # as `asyncrl.rollout` notes
+        self.episodes_retried += sum(number for number in retries if isinstance(number, int))
 
     def count_step(self, groups: Sequence[Group], result: StepResult, staleness: int) -> None:
         """Count one optimizer step."""
@@ -129,6 +133,7 @@ _KEPT = (
     "steps_skipped",
     "stalls",
     "trajectories",
+    "episodes_retried",
     "groups_dropped",
     "seconds_before",
 )

@@ -171,7 +171,7 @@ class FakeLearner:
 
 
 class FakeEnvironment:
-    """Endless, or `num_tasks`, one-turn tasks whose rewards are coin flips. An `Environment`."""
+    """Endless, or `num_tasks`, one-turn tasks whose rewards are coin flips. A `ReportsTrajectories`."""
 
     def __init__(
         self, rates: Rates, rng: random.Random, *, num_tasks: int | None = None, max_tokens: int = 256
@@ -185,6 +185,8 @@ class FakeEnvironment:
         self.num_held_out = 3
         self.failing: Callable[[str], bool] = lambda task_id: False
         """Tasks whose episodes fail as if no sandbox could be had."""
+        self.hanging: Callable[[str], bool] = lambda trajectory_id: False
+        """Trajectories whose episodes never return."""
         self.rewards: Callable[[str], float | None] = lambda task_id: None
         """What every episode of a task earns; None leaves it to the coin."""
 
@@ -200,13 +202,21 @@ class FakeEnvironment:
         return [Task(task_id=f"held-out-{i}", environment=self.name) for i in range(self.num_held_out)]
 
     async def collect_trajectories(
-        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
         """Run one turn an episode, each with its own environment time."""
         results: dict[int, Trajectory] = {}
 
         async def episode(index: int) -> None:
             results[index] = await self._episode(task, sampler, f"{group_id}-{index}")
+            if on_trajectory:
+                on_trajectory(results[index])
 
         async with trio.open_nursery() as nursery:
             for index in range(group_size):
@@ -217,6 +227,8 @@ class FakeEnvironment:
         prompt = TokenIds([0, 2, 3])
         completion = await sampler.sample(prompt, max_tokens=self._max_tokens, trajectory_id=trajectory_id)
         await trio.sleep(self._rng.lognormvariate(0.0, self._rates.sigma) * self._rates.environment_s)
+        if self.hanging(trajectory_id):
+            await trio.sleep_forever()
         segment = Segment(
             token_ids=TokenIds([*prompt, *completion.token_ids]),
             loss_mask=bytes(len(prompt)) + b"\1" * len(completion.token_ids),

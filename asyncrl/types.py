@@ -56,6 +56,8 @@ class TrajectoryStatus(StrEnum):
     FAILED_ENVIRONMENT = "failed_environment"
     FAILED_SANDBOX = "failed_sandbox"
     FAILED_ENGINE = "failed_engine"
+    FAILED_DEADLINE = "failed_deadline"
+    """It still ran when its group's time was up."""
 
     @property
     def failed(self) -> bool:

@@ -3,7 +3,7 @@
 if __name__ == "buffers":
     raise ImportError("import this package as asyncrl.buffers")
 
-from asyncrl.buffers.accounting import DISCARDED, LOST, Amount, Ledger, Statement
+from asyncrl.buffers.accounting import DISCARDED, LOST, RETRIED, Amount, Ledger, Statement
 from asyncrl.buffers.gate import Gate, GateStatistics
 from asyncrl.buffers.group_buffer import BufferStatistics, GroupBuffer
 from asyncrl.buffers.group_commit import GroupCommit
@@ -17,6 +17,7 @@ from asyncrl.buffers.settings import BufferSettings
 __all__ = [
     "DISCARDED",
     "LOST",
+    "RETRIED",
     "Amount",
     "BufferSettings",
     "BufferStatistics",

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.types import Group
+from asyncrl.types import Group, Trajectory
 
 DISCARDED = "discarded"
 """Reason of tokens that were sampled and are in no segment: of attempts that were started again, and cut-off ends."""
+RETRIED = "retried"
+"""Reason of failed episodes that another attempt has replaced."""
 LOST = "lost_at_resume"
 """Reason of what was in flight or in the buffer when the run was ended, and did not survive."""
 
@@ -111,6 +113,16 @@ class Ledger:
             return
         account.amount += tokens
         account.sampled[trajectory_id] = account.sampled.get(trajectory_id, 0) + num_tokens
+
+    def retry(self, group_id: int, trajectories: Iterable[Trajectory]) -> None:
+        """Note that failed episodes of a group in flight were replaced by another attempt."""
+        account = self._open[group_id]
+        for trajectory in trajectories:
+            held = trajectory.num_sampled_tokens
+            sampled = account.sampled.pop(trajectory.trajectory_id, 0)
+            self._generated += Amount(trajectories=1, tokens=max(0, held - sampled))
+            account.amount -= Amount(tokens=sampled)
+            self._lose(RETRIED, Amount(trajectories=1, tokens=max(held, sampled)))
 
     def finish(self, group: Group) -> None:
         """Note that a group is complete: its failed episodes are dropped here, the others are in the buffer."""

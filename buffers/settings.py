@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from asyncrl.buffers.ordering import Order
@@ -37,6 +38,13 @@ class BufferSettings:
     max_replacements: int = 16
     """Groups that are replaced at most between two optimizer steps; those beyond are kept and trained on as they
     are, so that a step always comes."""
+    group_deadline_s: float = 0.0
+    """Seconds from a group's admission after which episodes that still run have failed: they are masked, and the group
+    goes on with the others, if at least two have a reward (one of a group of one). 0 sets no deadline. For
+    environments that keep none of their own, or hang; above what a slow group may take."""
+    retries: int = 0
+    """How often the failed episodes of a group are started again, whatever the environment, before they are masked.
+    Environments that start single episodes again by themselves (`max_retries`) need none."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
@@ -46,6 +54,9 @@ class BufferSettings:
         _at_least("slots", self.slots, 0, "groups")
         _at_least("window", self.window, 0, "groups")
         _at_least("max_replacements", self.max_replacements, 1, "groups")
+        _at_least("retries", self.retries, 0, "attempts")
+        if not (math.isfinite(self.group_deadline_s) and self.group_deadline_s >= 0):
+            raise ConfigError(f"group_deadline_s must be >= 0 seconds, got {self.group_deadline_s} ([buffer])")
         if self.replace_zero_advantage and self.group_size == 1:
             raise ConfigError(
                 "replace_zero_advantage = true needs group_size >= 2: the rewards of a group of one are always equal, "

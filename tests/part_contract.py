@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocols import Learner, Sampler, WeightPuller
-from asyncrl.types import Completion, FinishReason, Group, PolicyVersion, TokenIds, WeightManifest
+from asyncrl.protocols import Learner, ReportsTrajectories, Sampler, WeightPuller
+from asyncrl.types import Completion, FinishReason, Group, PolicyVersion, TokenIds, Trajectory, WeightManifest
 
 _MAX_TOKENS = 6
 
@@ -63,3 +63,14 @@ async def check_learner(learner: Learner, groups: Sequence[Group], directory: Pa
     assert any(name.startswith("model/") for name in files)
     for name, num_bytes in files.items():
         assert (directory / name).stat().st_size == num_bytes
+
+
+async def check_environment(environment: ReportsTrajectories, sampler: Sampler) -> None:
+    """Collect groups, with and without being told of each episode."""
+    task = environment.get_item()
+    told: list[Trajectory] = []
+    found = await environment.collect_trajectories(task, sampler, group_id="7", group_size=3, on_trajectory=told.append)
+    assert {trajectory.trajectory_id for trajectory in found} == {"7-0", "7-1", "7-2"}
+    assert sorted(told, key=lambda t: t.trajectory_id) == sorted(found, key=lambda t: t.trajectory_id)
+    plain = await environment.collect_trajectories(task, sampler, group_id="8", group_size=2)
+    assert len(plain) == 2

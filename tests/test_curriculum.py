@@ -10,12 +10,15 @@ from random import Random
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
+from part_contract import check_environment
 
 from asyncrl.configs.schema import load_config
 from asyncrl.curriculum import Curriculum, CurriculumEnvironment, CurriculumSettings, TaskOrder, with_curriculum
 from asyncrl.environments.mixed import MixedEnvironment, MixedPart, MixedSettings, shares
 from asyncrl.errors import ConfigError
-from asyncrl.testing import FakeEnvironment, Rates
+from asyncrl.testing import FakeEngine, FakeEnvironment, Rates
 from asyncrl.types import Task, Trajectory, TrajectoryStatus
 
 _SIZE = 4
@@ -211,6 +214,15 @@ class MixablePool(_Pool):
 
     def __init__(self, settings: Any, **parts: Any) -> None:
         super().__init__("pool")
+
+
+def test_mixtures_and_curricula_pass_on_what_they_are_told() -> None:
+    async def main() -> None:
+        engine = FakeEngine(Rates(), Random(0))
+        await check_environment(_mixed(), engine)
+        await check_environment(CurriculumEnvironment(_Pool(), _curriculum(TaskOrder.VARIANCE)), engine)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_a_mixture_draws_by_weight_and_resumes_with_the_same_draws() -> None:

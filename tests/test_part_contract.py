@@ -12,12 +12,14 @@ import pytest
 import torch
 import trio
 import trio.testing
-from part_contract import check_engine, check_learner
+from part_contract import check_engine, check_environment, check_learner
 from synthetic_groups import random_groups
 from tiny_model import build_tiny_model
 
 from asyncrl.children import start_child
 from asyncrl.processes import LearnerProcess
+from asyncrl.simulation import SimulationRates
+from asyncrl.simulation.parts import SimulatedEngines, SimulatedEnvironment, World
 from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, Rates
 from asyncrl.types import TokenIds
 
@@ -39,6 +41,17 @@ def test_the_fake_learner(tmp_path: Path) -> None:
         trajectories = await environment.collect_trajectories(task, engine, group_id="0", group_size=3)
         assert [t.trajectory_id for t in trajectories] == ["0-0", "0-1", "0-2"]
         await check_learner(FakeLearner(rates), random_groups(0, num_groups=2), tmp_path)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_the_fake_environments() -> None:
+    async def main() -> None:
+        rates, simulated = Rates(), SimulationRates()
+        await check_environment(FakeEnvironment(rates, random.Random(0)), FakeEngine(rates, random.Random(1)))
+        world = World(simulated, engines=1, engine_slots=8, seed=0, faults=())
+        engines = SimulatedEngines(world)
+        await check_environment(SimulatedEnvironment(world, engines), engines)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import trio
 import trio.testing
+from part_contract import check_environment
 from scripted import END, FENCE, Reply, ScriptedSampler, write_chat_files
 
 from asyncrl.errors import CheckpointError, ConfigError, EngineError, EnvironmentFault, SandboxError
@@ -90,6 +91,23 @@ def collect(environment: MultiTurnEnvironment, sampler: Sampler, size: int = 1) 
 
 def test_an_environment_of_turns_fulfils_the_protocol(renderer: ChatRenderer) -> None:
     assert isinstance(Guess(renderer), Environment)
+
+
+def test_each_episode_is_told_of_when_it_ends_and_those_told_of_survive_a_cancellation(renderer: ChatRenderer) -> None:
+    environment = Guess(renderer, step_s=10)
+    told: list[str] = []
+
+    async def main() -> None:
+        await check_environment(environment, ScriptedSampler(renderer, always("yes")))
+        slow = ScriptedSampler(renderer, lambda trajectory_id, turn: "no" if trajectory_id == "9-0" else "yes")
+        with trio.move_on_after(15) as scope:
+            await environment.collect_trajectories(
+                TASK, slow, group_id="9", group_size=3, on_trajectory=lambda t: told.append(t.trajectory_id)
+            )
+        assert scope.cancelled_caught
+
+    run(main)
+    assert sorted(told) == ["9-1", "9-2"]
 
 
 def test_trajectories_of_a_group_are_named_in_order_and_run_at_once(renderer: ChatRenderer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,11 @@ END_OF_RUN: dict[str, tuple[type[AsyncRLError], str]] = {
     "duplicate_results": (EnvironmentFault, "4 trajectories of 3 different ids, 4 were asked for"),
     "short_group": (EnvironmentFault, "3 trajectories of 3 different ids, 4 were asked for"),
 }
-SURVIVED = {"slow_sync", "nan_logprobs", "no_more_tasks"}
+SURVIVED = {"slow_sync", "nan_logprobs", "no_more_tasks", "silent_worker"}
 
 
 def test_every_fault_has_a_defined_end() -> None:
-    assert set(FAULTS) == {*END_OF_RUN, *SURVIVED, "silent_worker"}
+    assert set(FAULTS) == {*END_OF_RUN, *SURVIVED}
 
 
 @pytest.mark.parametrize("kind", sorted(END_OF_RUN))
@@ -109,6 +110,15 @@ def test_the_run_goes_on_after_a_slow_sync_and_a_skipped_step() -> None:
     assert slow.seconds > plain.seconds + 10 * RATES.sync_s
     assert slow.staleness_max <= 2
     assert forecast(30, Fault(kind="nan_logprobs", version=5)).steps_skipped == 1
+
+
+def test_a_worker_that_never_returns_costs_its_own_episode_where_groups_have_a_deadline() -> None:
+    fault = Fault(kind="silent_worker", version=5)
+    result = forecast(30, fault, buffer=replace(BUFFER, group_deadline_s=600.0))
+    assert (result.steps, result.groups_dropped) == (30, {})
+    assert result.staleness_max <= 2
+    with pytest.raises(ConfigError, match="set group_deadline_s"):
+        forecast(30, fault)
 
 
 def test_the_run_ends_when_the_tasks_do() -> None:

@@ -14,11 +14,12 @@ parts = [
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from asyncrl.collecting import collect_from
 from asyncrl.environments.loading import EnvironmentSettings, load_environment, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import is_solved
@@ -108,7 +109,7 @@ def shares(weights: Mapping[str, float], minimum: float) -> dict[str, float]:
 
 
 class MixedEnvironment:
-    """Draws each task from one of its parts. Fulfils `protocols.Environment`."""
+    """Draws each task from one of its parts. Fulfils `protocols.ReportsTrajectories`."""
 
     name = "mixed"
     settings_type = MixedSettings
@@ -165,14 +166,29 @@ class MixedEnvironment:
         return [replace(task, environment=label) for label, part in self.parts.items() for task in part.held_out()]
 
     async def collect_trajectories(
-        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
         """Let the task's part run it; its episodes are counted under the part's label."""
         part = self.parts[task.environment]
-        trajectories = await part.collect_trajectories(
-            replace(task, environment=part.name), sampler, group_id=group_id, group_size=group_size
+
+        def named(trajectory: Trajectory) -> Trajectory:
+            return replace(trajectory, environment=task.environment)
+
+        trajectories = await collect_from(
+            part,
+            replace(task, environment=part.name),
+            sampler,
+            group_id=group_id,
+            group_size=group_size,
+            on_trajectory=on_trajectory and (lambda trajectory: on_trajectory(named(trajectory))),
         )
-        return [replace(trajectory, environment=task.environment) for trajectory in trajectories]
+        return [named(trajectory) for trajectory in trajectories]
 
     def state(self) -> Mapping[str, Any]:
         """Return the parts' states and the mixture's."""

@@ -15,6 +15,7 @@ import trio.testing
 
 from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
+from asyncrl.errors import ConfigError
 from asyncrl.protocols import StepResult
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.simulation.faults import Fault
@@ -73,6 +74,10 @@ def simulate(
     `engine_slots`: requests that one engine samples for at a time. Raises: whatever a real run would raise for the
     faults.
     """
+    if not buffer.group_deadline_s and any(fault.kind == "silent_worker" for fault in faults):
+        raise ConfigError(
+            "silent_worker (--fault) would be waited for for ever: set group_deadline_s, which is 0 ([buffer])"
+        )
     world = World(rates, engines=engines, engine_slots=engine_slots, seed=seed, faults=faults)
     engine, learner = SimulatedEngines(world), SimulatedLearner(world)
     counting = _Counting()

@@ -7,8 +7,9 @@ in the sum, not request by request. Spans and versions are real records that the
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,6 @@ class SimulatedEnvironment:
         self._engines = engines
         self._next = 0
         self._prompt = TokenIds([0])
-        self._silent: trio.Event = trio.Event()  # never set
 
     def get_item(self) -> Task:
         """Return the next task."""
@@ -199,41 +199,58 @@ class SimulatedEnvironment:
         return ()
 
     async def collect_trajectories(
-        self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
-        """Sleep until the last episode would be done, and return them all."""
+        """Sleep until the last episode would be done, and return them all; tell of those done when it is cut short."""
         world, rates, chance = self._world, self._world.rates, self._world.random
-        begun = self._engines.version
+        begun, started = self._engines.version, trio.current_time()
         world.num_sampling += group_size
-        try:
-            lengths = [
-                max(1, round(rates.completion_tokens * chance.lognormvariate(0.0, rates.completion_sigma)))
-                for _ in range(group_size)
+        lengths = [
+            max(1, round(rates.completion_tokens * chance.lognormvariate(0.0, rates.completion_sigma)))
+            for _ in range(group_size)
+        ]
+        seconds = [world.seconds_of(length) + self._environment_seconds() for length in lengths]
+        if world.happens("silent_worker"):
+            seconds[-1] = math.inf
+
+        def ended() -> list[Trajectory]:
+            dead, segment = world.lasts("engine_death"), self._segment(begun)
+            return [
+                self._trajectory(task, f"{group_id}-{index}", segment, length, took, dead)
+                for index, (length, took) in enumerate(zip(lengths, seconds, strict=True))
+                if started + took <= trio.current_time()
             ]
-            seconds = [world.seconds_of(length) + self._environment_seconds() for length in lengths]
-            if world.happens("silent_worker"):
-                await self._silent.wait()
+
+        found: list[Trajectory] = []
+        try:
             await trio.sleep(max(seconds))
         finally:
             world.num_sampling -= group_size
-        dead = world.lasts("engine_death")
-        world.tokens += 0 if dead else sum(lengths)
-        spans = (TokenSpan(start=1, end=2, version=begun), TokenSpan(start=2, end=3, version=self._engines.version))
-        segment = Segment(
-            token_ids=TokenIds([0, 2, 1]),
-            loss_mask=bytes([0, *[1] * _KEPT_TOKENS]),
-            behaviour_logprobs=Logprobs([0.0, -1.0, -1.0]),
-            spans=spans,
-        )
-        found = [
-            self._trajectory(task, f"{group_id}-{index}", segment, lengths[index], seconds[index], dead)
-            for index in range(group_size)
-        ]
+            found += ended()
+            for trajectory in found:
+                if on_trajectory:
+                    on_trajectory(trajectory)
+        world.tokens += 0 if world.lasts("engine_death") else sum(lengths)
         if world.happens("duplicate_results"):
             found[-1] = found[0]
         if world.happens("short_group"):
             found.pop()
         return found
+
+    def _segment(self, begun: PolicyVersion) -> Segment:
+        now = self._engines.version
+        return Segment(
+            token_ids=TokenIds([0, 2, 1]),
+            loss_mask=bytes([0, *[1] * _KEPT_TOKENS]),
+            behaviour_logprobs=Logprobs([0.0, -1.0, -1.0]),
+            spans=(TokenSpan(start=1, end=2, version=begun), TokenSpan(start=2, end=3, version=now)),
+        )
 
     def _environment_seconds(self) -> float:
         rates, chance = self._world.rates, self._world.random
