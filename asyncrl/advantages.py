@@ -299,7 +299,7 @@ def reference_kl_rewards(
     """Return [T] rewards, -coef (behaviour - reference) on active tokens: the KL penalty in the reward (k1).
 
     Log-probs [T] in nats; the difference is clamped to 20. Of the sampling policy, without a gradient. Add it to the
-    reward before a group baseline is taken. Source: losses.md 3.16; arXiv:2512.21852 (unbiased in the reward).
+    reward before a group baseline is taken. Source: arXiv:2512.21852 (unbiased in the reward).
     Raises: ConfigError for coef < 0.
     """
     if not coef >= 0:

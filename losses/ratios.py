@@ -1,7 +1,7 @@
 """Log ratios of policies, and the ratios made of them. `T` packed tokens, `S` sequences.
 
 Every per-token difference is clamped to 20 nats before anything is summed, and every sum again before exp; a clamp's
-derivative is 1 inside and 0 outside. Sources of the forms: losses.md sections 1 and 3 name them per loss.
+derivative is 1 inside and 0 outside. LOSSES.md says which loss uses which form.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def action_position(prepared: Prepared) -> torch.Tensor:
 def loglinear_proximal(
     policy_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, versions: torch.Tensor, policy_version: int
 ) -> torch.Tensor:
-    """Return [T], an approximation of the proximal log-probs without a second forward pass.
+    """Return [T], an approximation of the proximal log-probs without a second forward pass, in nats.
 
+    `policy_logprobs` and `behaviour_logprobs` [T] nats, `versions` [T] the version that sampled each token. For several
+    updates on one batch: with one, the proximal policy is the one that is forwarded, and needs no approximation.
     behaviour + a (policy - behaviour) with a = (v_proximal - v_behaviour) / (v_policy - v_behaviour) in [0, 1] and
     v_proximal = v_policy - 1; detached. Source: A-3PO, arXiv:2512.06547.
     Raises: ConfigError for a token newer than `policy_version`.

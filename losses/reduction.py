@@ -20,9 +20,11 @@ class Sum:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         return cls(math.fsum(p.total for p in parts))
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return the total."""
         return {name: self.total}
 
 
@@ -35,9 +37,11 @@ class Mean:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         return cls(math.fsum(p.total for p in parts), math.fsum(p.count for p in parts))
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return the mean, NaN of nothing."""
         return {name: self.total / self.count if self.count else math.nan}
 
 
@@ -49,9 +53,11 @@ class Max:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         return cls(max(p.value for p in parts))
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return the largest value, NaN of nothing."""
         return {name: self.value if self.value > -math.inf else math.nan}
 
 
@@ -63,9 +69,11 @@ class Min:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         return cls(min(p.value for p in parts))
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return the smallest value, NaN of nothing."""
         return {name: self.value if self.value < math.inf else math.nan}
 
 
@@ -79,6 +87,7 @@ class EffectiveSampleSize:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         return cls(
             math.fsum(p.total for p in parts),
             math.fsum(p.squares for p in parts),
@@ -86,6 +95,7 @@ class EffectiveSampleSize:
         )
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return the size, and its share of the count as `_frac`; NaN of nothing."""
         size = self.total**2 / self.squares if self.squares else math.nan
         return {name: size, f"{name}_frac": size / self.count if self.count else math.nan}
 
@@ -106,6 +116,7 @@ class ExplainedVariance:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         return cls(
             math.fsum(p.count for p in parts),
             math.fsum(p.targets for p in parts),
@@ -115,6 +126,7 @@ class ExplainedVariance:
         )
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return 1 - Var(error) / Var(target); NaN where the target does not vary."""
         if not self.count:
             return {name: math.nan}
         spread = self.target_squares - self.targets**2 / self.count
@@ -132,6 +144,7 @@ class Histogram:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         assert all(p.edges == parts[0].edges for p in parts), "histograms with different edges"
         return cls(parts[0].edges, tuple(math.fsum(column) for column in zip(*(p.counts for p in parts), strict=True)))
 
@@ -147,6 +160,7 @@ class Histogram:
         return math.inf
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return upper bounds of the 50th, 95th and 99th percentile."""
         return {f"{name}_p{round(100 * share)}_bound": self.quantile(share) for share in (0.5, 0.95, 0.99)}
 
 
@@ -158,6 +172,7 @@ class Counts:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         total: dict[int, list[float]] = {}
         for part in parts:
             for key, count in part.counts:
@@ -165,6 +180,7 @@ class Counts:
         return cls(tuple((key, math.fsum(total[key])) for key in sorted(total)))
 
     def finalise(self, name: str) -> dict[str, float]:
+        """Return how often each integer was seen, by name and integer."""
         return {f"{name}_{key}": count for key, count in self.counts}
 
 
@@ -180,6 +196,7 @@ class Growth:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         longest = max(len(p.counts) for p in parts)
 
         def column(values: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
@@ -237,6 +254,7 @@ class Groups:
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the record of all `parts` together."""
         total: dict[int, tuple[float, float, float, float]] = {}
         for part in parts:
             for key, number, low, high, successes in part.groups:

@@ -143,10 +143,12 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_and_groups_without_a_di
 
 
 def test_without_a_group_baseline_whitening_is_the_baseline() -> None:
-    group = group_of([1.0, 0.0, 0.0], *(segment_of((1, None)) for _ in range(3)))
-    rows = by_segment(select([group], settings(baseline="none", whiten=True)))
-    deviation = statistics.stdev([1.0, 0.0, 0.0])
-    assert [row[0] for row in rows] == pytest.approx([x / deviation for x in (2 / 3, -1 / 3, -1 / 3)], rel=1e-5)
+    groups = [
+        group_of([r, 0.0], segment_of((1, None)), segment_of((1, None)), group_id=i) for i, r in enumerate((1.0, 0.0))
+    ]
+    rows = by_segment(select(groups, settings(baseline="none", whiten=True)))
+    deviation = statistics.stdev([1.0, 0.0, 0.0, 0.0])
+    assert [row[0] for row in rows] == pytest.approx([x / deviation for x in (3 / 4, -1 / 4, -1 / 4, -1 / 4)], rel=1e-5)
 
 
 # --- by turn ----------------------------------------------------------------------------------------------------
@@ -199,6 +201,10 @@ def test_a_turn_that_nobody_said_anything_of_earned_nothing_by_itself() -> None:
     first, second = late.trajectories
     late = replace(late, trajectories=(first, replace(second, status=TrajectoryStatus.TIMED_OUT)))
     assert by_segment(select([late], settings(level="turn"))) == [[0.5, 0.0], [-0.5]]
+    never = tuple(
+        replace(second, trajectory_id=str(i), reward=float(i), status=TrajectoryStatus.TIMED_OUT) for i in (0, 1)
+    )
+    assert by_segment(select([replace(late, trajectories=never)], settings(level="turn"))) == [[-0.5], [0.5]]
 
 
 def test_a_process_models_scores_pay_their_rise() -> None:

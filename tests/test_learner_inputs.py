@@ -203,6 +203,29 @@ def test_repetition_truncation_and_parts_of_the_reward_are_what_they_say(learner
         assert (found["reward_part_solved_mean"], found["reward_part_solved_std"]) == (1.0, 0.0)
 
 
+def test_turns_that_touch_are_completions_of_their_own(learner: Learner) -> None:
+    joined = make_segment([1], [([7] * 4, [])])
+    turns = (TurnSpan(start=1, end=3), TurnSpan(start=3, end=5))
+    group = make_group(0, [joined, make_segment([1], [([8], [])])], [1.0, 0.0])
+    assert step(learner, [renewed(group, 0, segment={"turns": turns})]).metrics["repetition_max"] == 0.0
+    learner._stepper.version = 0
+    assert step(learner, [group]).metrics["repetition_max"] == 0.5
+
+
+def test_a_loss_of_ones_own_is_trained_on_by_its_name(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def loss(inputs, *, scale=1.0):\n    return -scale * inputs.advantages * inputs.policy_logprobs\n"
+    (tmp_path / "my_step_losses.py").write_text(text, encoding="ascii")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for settings in ({"loss": "reinforce"}, {"loss": "my_step_losses:loss", "loss_settings": {"scale": 1.0}}):
+        learner = Learner(job_for(model_path, tmp_path / str(len(found)), **settings))
+        found.append(step(learner, random_groups(1)).metrics)
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-6)
+    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-6)
+
+
 def test_a_reward_counts_once_however_many_segments_its_trajectory_has(learner: Learner) -> None:
     group = make_group(0, [make_segment([1, 2], [([3 + i], [])]) for i in range(2)], [1.0, 0.0])
     first, second = group.trajectories

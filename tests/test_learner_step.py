@@ -306,6 +306,10 @@ def test_a_kl_in_the_reward_is_measured_against_the_starting_weights(
     [
         ({"loss": "dapoo"}, "did you mean 'dapo'"),
         ({"loss_settings": {"clip_hihg": 0.3}}, "clip_high"),
+        (
+            {"loss": "sft", "credit": CreditSettings(whiten=True)},
+            r"\[learner.credit\] is set and not read by loss 'sft'",
+        ),
         ({"baseline": "median"}, "baseline must be one of"),
         ({"dtype": "float16"}, "dtype must be one of"),
         ({"learning_rate": -1.0}, "learning_rate must be >= 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from loss_reference import hard_batch
 from test_loss_values import packed, value_and_gradient
 
 import asyncrl.losses
+from asyncrl import advantages
 from asyncrl.errors import ConfigError, ShapeError
 from asyncrl.losses import LOSSES, evaluate, resolve
 
@@ -115,6 +117,16 @@ def test_every_loss_stands_in_the_page() -> None:
     rows = re.findall(r"^\| (.*?) \|", PAGE.read_text(encoding="ascii"), flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert set(LOSSES) <= named
+
+
+def test_every_public_function_of_credit_stands_in_the_page_and_says_what_it_takes() -> None:
+    functions = {n: f for n, f in vars(advantages).items() if inspect.isfunction(f) and not n.startswith("_")}
+    ours = {n: f for n, f in functions.items() if f.__module__ == advantages.__name__}
+    assert len(ours) > 10
+    text = PAGE.read_text(encoding="ascii")
+    for name, function in ours.items():
+        assert f"`{name}`" in text or f".{name}`" in text, name
+        assert re.search(r"\[[TSK](\+1)?\]", function.__doc__ or ""), f"{name} does not give its shapes"
 
 
 @pytest.fixture

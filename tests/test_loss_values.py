@@ -5,6 +5,7 @@ Every loss by name, value and gradient, against `loss_reference` in float64 on h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from loss_reference import NAMES, Batch, hard_batch
 
+from asyncrl.errors import ConfigError
 from asyncrl.losses import LOSSES, LossInputs, evaluate, finalise
 from asyncrl.losses.presets import AGGREGATIONS, KL_ESTIMATORS
+from asyncrl.losses.ratios import loglinear_proximal
 
 NAN = math.nan
 
@@ -261,3 +264,37 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
         return evaluate(name, LossInputs(policy_logprobs=at, **inputs), **settings).loss
 
     assert torch.autograd.gradcheck(loss, (policy.requires_grad_(),))
+
+
+# --- an approximate anchor ----------------------------------------------------------------------------------------
+
+
+def test_the_approximate_proximal_policy_lies_where_the_versions_say() -> None:
+    """A-3PO: log prox = lb + a (lp - lb), a = (v_prox - v_b) / (v_theta - v_b), v_prox = v_theta - 1; in floats."""
+    current = 9
+    batch = hard_batch(11)
+    versions = [current - i % 6 for i in range(len(batch.tokens))]
+    policy = torch.tensor([t.policy for t in batch.tokens], dtype=torch.float64, requires_grad=True)
+    behaviour = torch.tensor([t.behaviour for t in batch.tokens], dtype=torch.float64)
+    found = loglinear_proximal(policy, behaviour, torch.tensor(versions), current)
+    wanted = []
+    for token, version in zip(batch.tokens, versions, strict=True):
+        # What the present weights sampled has no older anchor: it is its own.
+        share = (current - 1 - version) / (current - version) if version < current else 0.0
+        wanted.append(token.behaviour + min(1.0, max(0.0, share)) * (token.policy - token.behaviour))
+    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert not found.requires_grad
+    with pytest.raises(ConfigError, match="a token is newer than policy_version 8: 9"):
+        loglinear_proximal(policy, behaviour, torch.tensor(versions), 8)
+    nothing = torch.zeros(0)
+    assert loglinear_proximal(nothing, nothing, nothing.long(), 0).tolist() == []
+
+
+def test_decoupled_ppo_takes_the_approximate_anchor() -> None:
+    """At half of the way, a log ratio of 0.3 is 0.15 of correction, and 0.15 under the clip."""
+    inputs = one_token(-1.0, -1.3, 1.0)
+    versions = torch.tensor([2])
+    assert inputs.behaviour_logprobs is not None
+    proximal = loglinear_proximal(inputs.policy_logprobs, inputs.behaviour_logprobs, versions, 4)
+    loss = evaluate("decoupled_ppo", dataclasses.replace(inputs, proximal_logprobs=proximal), clip_high=0.1).loss
+    assert loss.item() == pytest.approx(-math.exp(0.15) * 1.1, rel=1e-12)

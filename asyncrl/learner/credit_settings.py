@@ -35,8 +35,8 @@ class CreditSettings:
     """Train on no token of trajectories that were cut at a limit on tokens; their rewards stay in the baseline. Not
     together with the penalty for length, which already answers for the same trajectories."""
     reward_kl_coef: float = 0.0
-    """Reward that a nat of behaviour over reference costs, summed over a trajectory's sampled tokens. Needs the frozen
-    reference: one more model in memory and one more forward pass."""
+    """Reward that a nat of behaviour over reference costs, summed over a trajectory's sampled tokens. Needs the
+    reference's log-probs before the first forward pass."""
     whiten: bool = False
     """Bring the advantages to mean 0 and standard deviation 1 over the batch's tokens. Groups without a difference in
     reward keep exactly 0."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,11 @@ class LearnerSettings:
             raise ConfigError(f"adam_betas must lie in [0, 1), got {list(self.adam_betas)} ([learner])")
         loss = self.resolved_loss
         check_teacher(loss, self.teacher)
+        said = self.credit if loss.objective == "pairs" else replace(self.credit, overlong_filter=False)
         unread = {
             "reference": not self.needs_reference and self.reference != ReferenceSettings(),
             "pairs": loss.objective != "pairs" and self.pairs != PairSettings(),
-            "credit": loss.objective == "pairs" and self.credit != CreditSettings(),
+            "credit": not loss.reads_advantage and said != CreditSettings(),
         }
         for section, found in unread.items():
             if found:
