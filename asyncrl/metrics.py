@@ -37,7 +37,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
     ("asyncrl_tokens_generated", "Tokens that the engines sampled, trained on or not.", lambda s: s.tokens_generated),
     ("asyncrl_tokens_trained", "Sampled tokens that were trained on.", lambda s: s.tokens_trained),
     ("asyncrl_episodes_retried", "Failed attempts that another one followed.", lambda s: s.episodes_retried),
-    ("asyncrl_groups_trained", "Groups that were trained on.", lambda s: s.groups_trained),
+    ("asyncrl_groups_trained", "Groups that were trained on, each once.", lambda s: s.groups_trained),
+    ("asyncrl_groups_reused", "Groups that were trained on once more.", lambda s: s.groups_reused),
+    ("asyncrl_expired_reuse", "Groups used less often than they may be: too old.", lambda s: s.expired_reuse),
     ("asyncrl_weight_syncs", "Versions that reached the engines.", lambda s: s.weight_syncs),
     (
         "asyncrl_weight_syncs_verified",
@@ -122,6 +124,7 @@ class RunCollector(Collector):
         yield GaugeMetricFamily("asyncrl_gate_slots", "Slots of the gate.", value=gate.num_slots)
         yield GaugeMetricFamily("asyncrl_gate_slots_held", "Slots held by groups.", value=gate.held)
         yield GaugeMetricFamily("asyncrl_buffer_groups_ready", "Finished groups that wait.", value=buffer.num_ready)
+        yield GaugeMetricFamily("asyncrl_buffer_groups_reusable", "Trained on, once more.", value=buffer.num_reusable)
         yield GaugeMetricFamily("asyncrl_buffer_groups_running", "Groups under way.", value=buffer.num_running)
         oldest = max(gate.holders.values(), default=0.0)
         yield GaugeMetricFamily("asyncrl_gate_oldest_slot_seconds", "Age of the oldest held slot.", value=oldest)

@@ -158,6 +158,7 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
         "generation_stall_seconds": status.generation_stall_seconds,
         "trajectories": dict(status.trajectories),
         "groups_trained": status.groups_trained,
+        "groups_reused": status.groups_reused,
         "groups_dropped": dict(status.groups_dropped),
         "groups_unfinished": unfinished,
         "steps_skipped": status.steps_skipped,

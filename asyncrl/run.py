@@ -121,6 +121,7 @@ class Run:
             max_off_policyness=buffer.max_off_policyness,
             order=buffer.order,
             window=buffer.effective_window,
+            max_uses=buffer.max_uses,
             version=resume_from.version if resume_from else 0,
             rng=rng,
         )
@@ -236,19 +237,19 @@ class Run:
         )
 
     async def _step(self, groups: Sequence[Group]) -> None:
-        """Train on `groups`, bring the new weights into the engines, then free the groups' slots."""
+        """Train on `groups` and bring the new weights into the engines, which frees the slots of what is used up."""
         times = {"waited": trio.current_time()}
         staleness = self._check_staleness(groups)
+        fresh = [group.group_id for group in groups if self.buffer.is_first_use(group.group_id)]
         self._phase("stepping")
         result = await self._parts.learner.step(groups)
         times["stepped"] = trio.current_time()
-        self.status.count_step(groups, result, staleness)
-        self.ledger.train(group.group_id for group in groups)
+        self.status.count_step(result, staleness, num_groups=len(fresh), num_reused=len(groups) - len(fresh))
+        self.ledger.train(fresh)
         reports = await self._sync()
         times["synced"] = trio.current_time()
-        self.gate.release([group.group_id for group in groups])
-        self._rollouts.close([group.group_id for group in groups])
-        self._record(groups, result, reports, staleness, times)
+        self._rollouts.close(fresh)
+        self._record(groups, result, reports, staleness, len(fresh), times)
         steps, limits = self.status.steps, self._limits
         if limits.checkpoint_every_steps and steps % limits.checkpoint_every_steps == 0:
             await self._save()
@@ -268,7 +269,10 @@ class Run:
         return max((version - sampled for sampled in oldest.values()), default=0)
 
     async def _sync(self) -> Sequence[SyncReport]:
-        """Bring the learner's weights into every engine. Raises: WeightSyncError where one holds anything else."""
+        """Bring the learner's weights into every engine, and free slots.
+
+        Raises: WeightSyncError where an engine holds anything else.
+        """
         self._phase("syncing")
         reports = await self._parts.engines.pull_all(await self._parts.learner.publish())
         self.status.count_sync(reports)
@@ -278,7 +282,9 @@ class Run:
                     f"engine {report.engine} holds version {report.version} (verified: {report.verified}) after the "
                     f"sync of version {self.status.version}"
                 )
-        self.buffer.pulled(self.status.version)
+        used_up = self.buffer.pulled(self.status.version)
+        self.status.expired_reuse += used_up.num_expired
+        self.gate.release(used_up.group_ids)
         return reports
 
     def _record(
@@ -287,6 +293,7 @@ class Run:
         result: StepResult,
         reports: Sequence[SyncReport],
         staleness: int,
+        num_fresh: int,
         times: Mapping[str, float],
     ) -> None:
         scored = [t for group in groups for t in group.trajectories if t.reward is not None]
@@ -301,6 +308,7 @@ class Run:
             "completion_tokens_mean": fmean(t.num_sampled_tokens for t in scored),
             "truncated_share": fmean(t.truncated for t in scored),
             "staleness_max": staleness,
+            "groups_reused": len(groups) - num_fresh,
             "tokens_generated": self.status.tokens_generated,
             "step_seconds": times["stepped"] - times["waited"],
             "sync_seconds": times["synced"] - times["stepped"],

@@ -46,6 +46,11 @@ class RunStatus:
     tokens_generated: int = 0
     tokens_trained: int = 0
     groups_trained: int = 0
+    """Each once."""
+    groups_reused: int = 0
+    """Uses after a group's first."""
+    expired_reuse: int = 0
+    """Groups that were used less often than `max_uses`, because once more would have broken the bound."""
     max_staleness_trained: int = 0
     max_importance_ratio: float = 0.0
     weight_syncs: int = 0
@@ -76,12 +81,13 @@ class RunStatus:
         retries = [trajectory.extras.get("retries") for trajectory in group.trajectories]  # as `asyncrl.rollout` notes
         self.episodes_retried += sum(number for number in retries if isinstance(number, int))
 
-    def count_step(self, groups: Sequence[Group], result: StepResult, staleness: int) -> None:
-        """Count one optimizer step."""
+    def count_step(self, result: StepResult, staleness: int, *, num_groups: int, num_reused: int = 0) -> None:
+        """Count one optimizer step, on so many groups for the first time and so many once more."""
         self.version = result.version
         self.steps += 1
         self.steps_skipped += not result.stepped
-        self.groups_trained += len(groups)
+        self.groups_trained += num_groups
+        self.groups_reused += num_reused
         self.tokens_trained += int(result.metrics.get("tokens_trained", 0))
         self.max_staleness_trained = max(self.max_staleness_trained, staleness)
         ratio = result.metrics.get("importance_ratio_max", 0.0)
@@ -125,6 +131,8 @@ _KEPT = (
     "tokens_generated",
     "tokens_trained",
     "groups_trained",
+    "groups_reused",
+    "expired_reuse",
     "max_staleness_trained",
     "max_importance_ratio",
     "weight_syncs",

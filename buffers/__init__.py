@@ -5,7 +5,7 @@ if __name__ == "buffers":
 
 from asyncrl.buffers.accounting import DISCARDED, LOST, RETRIED, Amount, Ledger, Statement
 from asyncrl.buffers.gate import Gate, GateStatistics
-from asyncrl.buffers.group_buffer import BufferStatistics, GroupBuffer
+from asyncrl.buffers.group_buffer import BufferStatistics, GroupBuffer, UsedUp
 from asyncrl.buffers.group_commit import GroupCommit
 from asyncrl.buffers.journal import Journal, JournalStatistics, read_journal
 from asyncrl.buffers.journal_format import Damage, DamageKind, Record
@@ -41,6 +41,7 @@ __all__ = [
     "SelectionStatistics",
     "Stage",
     "Statement",
+    "UsedUp",
     "choose",
     "read_journal",
 ]

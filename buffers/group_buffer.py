@@ -1,6 +1,7 @@
 """The buffer between rollouts and learner: finished groups wait here, and leave in an order that keeps the bound.
 
-It knows the engines' version, so that every group has a deadline from its admission on; `ordering.choose` decides.
+It knows the engines' version, so that every group has a deadline from its admission on; `ordering.choose` decides. A
+group may be used for more than one step; it stays here, and keeps its slot, until it is used up.
 """
 
 from __future__ import annotations
@@ -26,14 +27,29 @@ class BufferStatistics:
     straggler: int | None
     """The oldest admitted group if it is not finished, else None: what a strict order would wait for."""
     num_taken: int
+    """First uses."""
+    num_reusable: int
+    """Groups that were trained on and may be once more; they hold their slots."""
+    num_reused: int
+    """Uses after a group's first."""
     num_dropped: Mapping[str, int]
     """reason -> groups."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedUp:
+    """Groups that no step will train on any more, after a pull."""
+
+    group_ids: Sequence[int]
+    num_expired: int
+    """Those of them that were used less often than they might, because once more would break the bound."""
+
+
 @dataclass(slots=True)
 class _Entry:
-    deadline: PolicyVersion
+    deadline: PolicyVersion  # the largest version at which a step that uses it may begin
     group: Group | None = None  # None while it runs
+    uses: int = 0  # steps that it was taken for
 
 
 class GroupBuffer:
@@ -60,21 +76,27 @@ class GroupBuffer:
         max_off_policyness: int,
         order: Order = Order.WINDOWED_FIFO,
         window: int | None = None,
+        max_uses: int = 1,
         version: PolicyVersion = 0,
         rng: Random | None = None,
     ) -> None:
-        """`version` is what the engines hold at the start; `rng` draws for the uniform order."""
+        """`max_uses`: steps that may train on a group, as far as the bound allows. `version`: what the engines hold at
+        the start. `rng` draws for the uniform order.
+        """
         assert window is None or window >= 1
         self._groups_per_step = groups_per_step
         self._max_off_policyness = max_off_policyness
         self._order = order
         self._window = window
+        self._max_uses = max_uses
         self._rng = rng
         self._version = version
         self._outstanding: dict[int, _Entry] = {}  # admitted and not taken, in order of admission
+        self._training: dict[int, _Entry] = {}  # taken, and not yet pulled
+        self._reusable: dict[int, _Entry] = {}
         self._changed = trio.Event()
         self._ended = False
-        self._num_taken = 0
+        self._num_taken = self._num_reused = 0
         self._num_dropped: dict[str, int] = {}
 
     @property
@@ -106,28 +128,53 @@ class GroupBuffer:
         self._wake()
 
     async def take(self) -> Sequence[Group]:
-        """Wait until a whole step's groups may be taken, and return them in the preferred order.
+        """Wait until a whole step's groups may be taken, and return them in the preferred order, reused ones last.
 
-        After `end_admission` it may return fewer, and none when all are taken. Nothing is taken before the step is
+        After `end_admission` it may return fewer, and none when all are used up. Nothing is taken before the step is
         complete, so that a later, preferred group is not missed, and a cancelled call takes none.
         """
-        while not self._ended or self._outstanding:
+        assert not self._training, "the last step's weights were not pulled"
+        while not self._ended or self._outstanding or self._reusable:
             choice = self._choose()
-            needed = min(self._groups_per_step, len(self._outstanding)) if self._ended else self._groups_per_step
+            left = len(self._outstanding) + len(self._reusable)
+            needed = min(self._groups_per_step, left) if self._ended else self._groups_per_step
             if len(choice.group_ids) == needed:
-                return [self._remove(group_id) for group_id in choice.group_ids]
+                return [self._take(group_id) for group_id in choice.group_ids]
             await self._changed.wait()
         return []
 
-    def pulled(self, version: PolicyVersion) -> None:
-        """Note that all engines hold `version`."""
+    def is_first_use(self, group_id: int) -> bool:
+        """Tell whether the step under way is the first to train on one of its groups."""
+        return self._training[group_id].uses == 1
+
+    def pulled(self, version: PolicyVersion) -> UsedUp:
+        """Note that all engines hold `version`; return the groups whose slots are free now."""
         assert version >= self._version
         self._version = version
+        used_up, num_expired = list[int](), 0
+        for group_id, entry in sorted({**self._reusable, **self._training}.items()):
+            if entry.uses < self._max_uses and self._last_use(entry) >= version:
+                self._reusable[group_id] = entry
+                continue
+            self._reusable.pop(group_id, None)
+            num_expired += entry.uses < self._max_uses
+            used_up.append(group_id)
+        self._training = {}
+        return UsedUp(group_ids=used_up, num_expired=num_expired)
+
+    def _last_use(self, entry: _Entry) -> PolicyVersion:
+        """Return the largest version at which a step that trains on a finished group once more may begin."""
+        assert entry.group is not None
+        oldest = entry.group.oldest_version
+        return entry.deadline if oldest is None else oldest + self._max_off_policyness
 
     def _choose(self) -> Choice:
         candidates = [
-            Candidate(group_id=group_id, deadline=entry.deadline, finished=entry.group is not None)
-            for group_id, entry in self._outstanding.items()
+            Candidate(
+                group_id=group_id, deadline=entry.deadline, finished=entry.group is not None, reuse=entry.uses > 0
+            )
+            for entries in (self._outstanding, self._reusable)
+            for group_id, entry in entries.items()
         ]
         return choose(
             candidates,
@@ -138,11 +185,14 @@ class GroupBuffer:
             rng=self._rng,
         )
 
-    def _remove(self, group_id: int) -> Group:
-        group = self._outstanding.pop(group_id).group
-        assert group is not None
-        self._num_taken += 1
-        return group
+    def _take(self, group_id: int) -> Group:
+        entry = self._outstanding.pop(group_id, None) or self._reusable.pop(group_id)
+        assert entry.group is not None
+        self._num_taken += entry.uses == 0
+        self._num_reused += entry.uses > 0
+        entry.uses += 1
+        self._training[group_id] = entry
+        return entry.group
 
     def _wake(self) -> None:
         self._changed.set()
@@ -157,5 +207,7 @@ class GroupBuffer:
             num_running=len(self._outstanding) - ready,
             straggler=oldest if oldest is not None and self._outstanding[oldest].group is None else None,
             num_taken=self._num_taken,
+            num_reusable=len(self._reusable),
+            num_reused=self._num_reused,
             num_dropped=dict(self._num_dropped),
         )

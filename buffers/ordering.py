@@ -34,6 +34,8 @@ class Candidate:
     deadline: int
     """The largest version at which the step that eats it may begin."""
     finished: bool
+    reuse: bool = False
+    """It was trained on before: it may be once more, and need not be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,8 @@ def choose(
 ) -> Choice:
     """Return as many groups as the step that begins at `version` may take, at most `groups_per_step`.
 
-    `candidates` are all groups that are admitted and not eaten, in order of admission. `window` is for windowed FIFO;
+    `candidates` are all groups that are admitted and not eaten, and those that may be reused, each in order of
+    admission; a reuse is taken only for a place that no finished first use can have. `window` is for windowed FIFO;
     None sets no limit besides the rule's. `rng` is for the uniform order. The number taken does not depend on the
     preference: the rule's choices are the independent sets of a matroid, so a greedy pass ends with a largest one.
 
@@ -69,26 +72,30 @@ def choose(
         >>> choose(waiting, version=3, groups_per_step=2, order=Order.FRESHEST)  # group 0 is due: one place is its own
         Choice(group_ids=(2,), straggler=0)
     """
-    room = _room(candidates, version, groups_per_step)
+    first_uses = [candidate for candidate in candidates if not candidate.reuse]
+    reuses = [candidate for candidate in candidates if candidate.reuse]
+    room = _room(first_uses, version, groups_per_step)
     oldest_left: int | None = None
 
     def may_take(candidate: Candidate) -> bool:
+        if candidate.reuse:
+            return all(places > 0 for places in room.values())
         if window is not None and oldest_left is not None and candidate.group_id >= oldest_left + window:
             return False
         return all(places > 0 for due, places in room.items() if due < candidate.deadline)
 
     taken: list[int] = []
-    for candidate in _by_preference(candidates, order, rng):
+    for candidate in (*_by_preference(first_uses, order, rng), *_by_preference(reuses, order, rng)):
         if len(taken) == groups_per_step:
             return Choice(group_ids=tuple(taken))
         if candidate.finished and may_take(candidate):
             taken.append(candidate.group_id)
             for due in room:
-                room[due] -= due < candidate.deadline
-        elif oldest_left is None:
+                room[due] -= candidate.reuse or due < candidate.deadline
+        elif oldest_left is None and not candidate.reuse:
             oldest_left = candidate.group_id
     missing = groups_per_step - len(taken)
-    helpful = [c.group_id for c in candidates if not c.finished and may_take(c)]
+    helpful = [c.group_id for c in first_uses if not c.finished and may_take(c)]
     straggler = helpful[0] if taken and 0 < len(helpful) <= missing else None
     return Choice(group_ids=tuple(taken), straggler=straggler)
 

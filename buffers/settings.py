@@ -27,11 +27,21 @@ class BufferSettings:
     """Groups that may be admitted and not yet pulled, from groups_per_step to (max_off_policyness + 1) *
     groups_per_step. The most keeps the engines busiest and leaves no choice: in the long run every group is due when
     the learner comes to it, whatever the order, and a straggler is waited for. Fewer leave places that the order gives
-    as it likes, and time in which engines may run dry. 0 chooses: about half a step's groups less than the most."""
+    as it likes, and time in which engines may run dry. 0 chooses: about half a step's groups less than the most, and
+    where groups are used again, so many that there are places for it."""
     window: int = 0
     """Of windowed_fifo, in groups: a step takes none that was admitted so many, or more, after one that it leaves
     behind; 1 is strict order. Small windows keep long episodes from being put off. 0 chooses: what `slots` leaves
-    room for, or, where `slots` is given too, no limit besides the bound."""
+    room for, or, where `slots`, `oversample` or `max_uses` is given, no limit besides the bound."""
+    oversample: int = 0
+    """Groups that are under way beyond the groups_per_step that a step needs, when the learner comes for them: the
+    step takes the first that are ready, and the others go on to the next ones. A way to say `slots` for runs that are
+    to be nearly on-policy and yet wait for no straggler; as many as groups_per_step keep the engines busy while the
+    learner steps, too. 0 leaves it to `slots`."""
+    max_uses: int = 1
+    """Optimizer steps that may train on a group, as long as the bound allows. A reuse only fills a place for which no
+    group that was never trained on is ready: the learner waits less, and learns from older tokens. A group keeps its
+    slot until it is used up."""
     replace_zero_advantage: bool = False
     """Drop a finished group whose rewards are all equal, which would teach nothing, and start another in its place
     (DAPO's dynamic sampling). Costs the tokens of what is dropped, and selects tasks of middling difficulty."""
@@ -72,6 +82,20 @@ class BufferSettings:
                 f"slots must be 0, or between groups_per_step = {self.groups_per_step} and (max_off_policyness + 1) * "
                 f"groups_per_step = {self.most_slots} groups, got {self.slots} ([buffer])"
             )
+        _at_least("oversample", self.oversample, 0, "groups")
+        _at_least("max_uses", self.max_uses, 1, "optimizer steps")
+        if self.oversample and self.slots:
+            raise ConfigError(f"slots = {self.slots} and oversample = {self.oversample}: give one of them ([buffer])")
+        if self.num_slots > self.most_slots:
+            raise ConfigError(
+                f"oversample must be at most max_off_policyness * groups_per_step = "
+                f"{self.most_slots - self.groups_per_step} groups, or what is left over would get too old, got "
+                f"{self.oversample} ([buffer])"
+            )
+        if self.max_uses > 1 and self.max_off_policyness == 0:
+            raise ConfigError(
+                f"max_uses = {self.max_uses} needs max_off_policyness >= 1: a second use is off-policy ([buffer])"
+            )
         if self.num_slots < self.groups_per_step:
             raise ConfigError(
                 f"the gate has (max_off_policyness + 1) * groups_per_step - window + 1 = {self.num_slots} slots, "
@@ -90,16 +114,24 @@ class BufferSettings:
         """The slots in use."""
         if self.slots:
             return self.slots
+        if self.oversample:
+            return self.groups_per_step + self.oversample
+        room = self.groups_per_step // 2 if self.max_off_policyness else 0
         if self.order is Order.WINDOWED_FIFO:
-            return self.most_slots - (self.window or self._usual_window) + 1
-        return self.most_slots - (self.groups_per_step // 2 if self.max_off_policyness else 0)
+            room = (self.window or self._usual_window) - 1
+        if self.max_uses == 1:
+            return self.most_slots - room
+        # the steps that may use a group have most_slots places; more groups than that by max_uses leave none for reuse
+        return min(self.most_slots - room, max(self.groups_per_step, -(-self.most_slots // self.max_uses)))
 
     @property
     def effective_window(self) -> int | None:
         """The window in use, in groups; None where only the bound limits."""
-        if self.order is not Order.WINDOWED_FIFO or (self.slots and not self.window):
+        if self.order is not Order.WINDOWED_FIFO:
             return None
-        return self.window or self._usual_window
+        if self.window:
+            return self.window
+        return None if self.slots or self.oversample or self.max_uses > 1 else self._usual_window
 
     @property
     def _usual_window(self) -> int:

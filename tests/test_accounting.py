@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,26 @@ def test_the_books_balance_at_every_moment_of_a_run_with_failures(tmp_path: Path
         assert statement.dropped["failed_sandbox"].tokens > 9
         assert set(statement.dropped) == {"all_failed", "failed_sandbox"}
         assert statement.in_flight.groups + statement.in_buffer.groups == simulation.run.num_unfinished
+
+
+@pytest.mark.slow
+def test_groups_that_are_used_again_are_in_the_books_once_and_shorten_the_wait(tmp_path: Path) -> None:
+    rates = Rates(mean_tokens=40, token_s=0.5, step_s=1.0)  # generation is what takes the time
+    seconds = []
+    for max_uses in (1, 2):
+        buffer = BufferSettings(max_off_policyness=2, groups_per_step=3, group_size=3, max_uses=max_uses)
+        simulation = Simulation(tmp_path / str(max_uses), buffer=buffer, rates=rates, limits=Limits(steps=12))
+        audited(simulation)
+        status, statement = simulation.status, simulation.run.ledger.statement()
+        assert statement.trained.groups == status.groups_trained == 36 - status.groups_reused
+        assert status.max_staleness_trained <= 2
+        uses = Counter(group.group_id for group in simulation.learner.trained)
+        assert max(uses.values()) == max_uses
+        assert sum(uses.values()) - len(uses) == status.groups_reused
+        assert sum(step["groups_reused"] for step in simulation.recorder.steps) == status.groups_reused
+        assert (status.groups_reused > 6) == (max_uses == 2)
+        seconds.append(simulation.run.seconds)
+    assert seconds[1] < 0.9 * seconds[0]
 
 
 @pytest.mark.slow

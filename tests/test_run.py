@@ -77,6 +77,15 @@ def test_a_task_source_that_ends_ends_the_run_after_its_last_group(tmp_path: Pat
     assert simulation.run.seconds == simulation.status.last_step["seconds"], "measuring at the end is not training"
 
 
+def test_every_task_is_trained_on_as_often_as_it_may_be_when_the_tasks_end(tmp_path: Path) -> None:
+    buffer = BufferSettings(max_off_policyness=3, groups_per_step=4, group_size=2, max_uses=2)
+    simulation = simulate(Simulation(tmp_path, num_tasks=10, buffer=buffer, limits=Limits(steps=100)))
+    uses = Counter(group.task.task_id for group in simulation.learner.trained)
+    assert set(uses) == {f"task-{i}" for i in range(10)}
+    assert sum(uses.values()) + simulation.status.expired_reuse == 2 * 10
+    assert simulation.run.num_unfinished == 0
+
+
 def test_resume_trains_every_task_exactly_once(tmp_path: Path) -> None:
     first = simulate(Simulation(tmp_path, num_tasks=40, limits=Limits(steps=4, checkpoint_every_steps=3)))
     second = simulate(Simulation(tmp_path, num_tasks=40, limits=Limits(steps=100), resume=True))
