@@ -36,6 +36,10 @@ class ParityEnvironment(MultiTurnEnvironment):
         """Ask."""
         return [{"role": "user", "content": f"{episode.task.task_id}: write odd bytes."}]
 
+    def teacher_note(self, episode: Episode) -> str:
+        """Tell a teacher what pays."""
+        return "acegikmoqsuwy"
+
     async def step(self, episode: Episode, text: str) -> StepOutcome:
         """Answer the first reply with a question, and count the second."""
         if len(episode.turns) < 2:

@@ -1,8 +1,8 @@
 """Every recipe that trains, run for two real steps: the whole command, real vLLM, the real learner process, tiny model.
 
-The bug-fix tasks, which a random model never solves, are replaced by an environment that pays it; sizes are cut down;
-everything else is the recipe's own. A recipe that is put into configs/ is run here without a word; what it must show
-besides, or needs instead, goes into the tables below.
+The bug-fix tasks, which a random model never solves, are replaced by an environment that pays it; every model is the
+tiny one; sizes are cut down; everything else is the recipe's own. A recipe that is put into configs/ is run here
+without a word; what it must show besides, or needs instead, goes into the tables below.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiny_model import state_of
 from tree import ROOT
 
 from asyncrl.cli import main
-from asyncrl.configs import load_config
+from asyncrl.configs import load_config, to_table
 from asyncrl.demonstrations import write_demonstrations
 from asyncrl.engines import EngineSettings
 from asyncrl.recording import read_metrics, read_warm_start
@@ -56,7 +56,7 @@ SMALL: Mapping[str, Any] = {
     "run.max_minutes": 0,
     "run.checkpoint_every_steps": 0,
     "environment.name": '"parity_environment:ParityEnvironment"',
-    "environment.options": "{max_turns=2, max_tokens=8, max_episode_tokens=192}",
+    "environment.options": "{max_turns=2, max_tokens=8, max_episode_tokens=192, teacher_prompts=TEACHER_PROMPTS}",
     "buffer.groups_per_step": 2,
     "buffer.group_size": 4,
     "engine.max_model_len": ENGINE.max_model_len,
@@ -93,10 +93,23 @@ def demonstrations(tmp_path: Path) -> Path:
 
 def settings_of(recipe: str, directory: Path, model: Path, demonstrations: Path, **more: Any) -> list[str]:
     """Return the arguments that make `recipe` small."""
-    settings = {**SMALL, "run.directory": directory, "model.path": model, **NEEDS.get(recipe, {}), **more}
-    if load_config(RECIPES[recipe]).warm_start.enabled:
+    own = to_table(load_config(RECIPES[recipe]))
+    settings = {**SMALL, "run.directory": directory, **dict.fromkeys(model_settings(own), model)}
+    told = own["environment"]["options"].get("teacher_prompts", False)
+    settings["environment.options"] = SMALL["environment.options"].replace("TEACHER_PROMPTS", str(told).lower())
+    if own["warm_start"]["path"]:
         settings |= {"warm_start.path": demonstrations, "warm_start.sequences_per_step": 4}
+    settings |= {**NEEDS.get(recipe, {}), **more}
     return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
+def model_settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield every setting that names a model below models/."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from model_settings(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and value.startswith("models/"):
+            yield f"{prefix}{key}"
 
 
 def check_trained(directory: RunDirectory, model: Path, *, warm_steps: int, bound: int) -> Sequence[Mapping[str, Any]]:
