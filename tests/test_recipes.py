@@ -44,11 +44,15 @@ SHOWS: Mapping[str, tuple[str, ...]] = {
     "echo": ("observation_loss",),
     "grpo": ("reference_kl",),
     "gspo": ("clipped_high_frac", "geo_weight_max"),
+    "ppo_value_head": ("value_loss", "critic_grad_norm"),
+    "ppo_yes_no": ("value_loss", "value_mean"),
     "sft_then_rl": ("clipped_high_frac",),
 }
 """recipe -> metrics that each of its steps must have; a recipe that is missing here has nothing of its own to show."""
 
-NEEDS: Mapping[str, Mapping[str, Any]] = {}
+NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "ppo_yes_no": {"learner.critic.yes": '"Y"', "learner.critic.no": '"N"'},  # the tiny model's tokens are bytes
+}
 """recipe -> further settings that it needs to run on the tiny model."""
 
 SMALL: Mapping[str, Any] = {

@@ -21,7 +21,7 @@ import torch
 from asyncrl import wire
 from asyncrl.errors import ConfigError
 from asyncrl.learner import checkpoint
-from asyncrl.learner.critic import open_critic, resume_critic
+from asyncrl.learner.critic_kinds import open_critic, resume_critic
 from asyncrl.learner.model import load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.settings import LearnerJob, read_job
