@@ -11,6 +11,7 @@ from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger
 from asyncrl.collecting import GroupCollector
 from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
+from asyncrl.idle import EngineIdle
 from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
 from asyncrl.sampler import CountingSampler
 from asyncrl.status import RunStatus
@@ -37,6 +38,7 @@ class GroupRollouts:
         gate: Gate,
         buffer: GroupBuffer,
         ledger: Ledger,
+        idle: EngineIdle,
         status: RunStatus,
         on_group: Callable[[Group], None],
         stop: trio.Event,
@@ -49,6 +51,7 @@ class GroupRollouts:
         self._gate = gate
         self._buffer = buffer
         self._ledger = ledger
+        self._idle = idle
         self._status = status
         self._on_group = on_group
         self._stop = stop
@@ -75,7 +78,8 @@ class GroupRollouts:
         """Start a group whenever the gate has a slot, until `stop` or the end of the tasks; wait for their ends."""
         async with trio.open_nursery() as nursery:
             while not self._stop.is_set():
-                group_id = await self._gate.admit()
+                with self._idle.gate():
+                    group_id = await self._gate.admit()
                 try:
                     task = self._redraw.popleft() if self._redraw else self._environment.get_item()
                 except StopIteration:
@@ -97,7 +101,8 @@ class GroupRollouts:
             self._status.episodes_retried += len(failed)
 
         sampler = WatchedSampler(self._counting(group_id), running)
-        trajectories = await self._collector.collect(task, sampler, group_id=group_id, on_retry=count_retry)
+        with self._idle.group():
+            trajectories = await self._collector.collect(task, sampler, group_id=group_id, on_retry=count_retry)
         del self.running[group_id]
         group = Group(
             group_id=group_id,

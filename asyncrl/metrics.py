@@ -120,6 +120,13 @@ class RunCollector(Collector):
             status.groups_dropped,
         )
         yield from _accounting(self._run.ledger.statement())
+        self._run.flush_idle()
+        for who, seconds in (("learner", status.learner_idle_seconds), ("engine", status.engine_idle_seconds)):
+            family = f"asyncrl_{who}_idle_seconds"
+            yield _labelled(CounterMetricFamily, family, f"Idle time of the {who}.", "cause", seconds)
+        straggler = self._run.learner_idle.straggler
+        if straggler is not None:
+            yield GaugeMetricFamily("asyncrl_straggler_group", "Group that a step waits for.", value=straggler)
         gate, buffer = self._run.gate.statistics(), self._run.buffer.statistics()
         yield GaugeMetricFamily("asyncrl_gate_slots", "Slots of the gate.", value=gate.num_slots)
         yield GaugeMetricFamily("asyncrl_gate_slots_held", "Slots held by groups.", value=gate.held)

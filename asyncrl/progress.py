@@ -130,8 +130,10 @@ def moment(run: Run) -> str:
     parts = [status.phase if not status.waiting_for else f"{status.phase}: {status.waiting_for}"]
     if status.phase == "waiting for groups":
         parts[0] += f", {buffer.num_ready} ready"
-        if buffer.straggler is not None:
-            seconds = gate.holders.get(buffer.straggler, 0.0)
-            parts[0] += f", the oldest running is group {buffer.straggler} since {seconds:.0f} s"
+        straggler, words = run.learner_idle.straggler, "the step cannot do without"
+        if straggler is None:
+            straggler, words = buffer.straggler, "the oldest running is"
+        if straggler is not None:
+            parts[0] += f", {words} group {straggler}, running for {gate.holders.get(straggler, 0.0):.0f} s"
     parts.append(f"{buffer.num_running} groups running, gate {gate.held} of {gate.num_slots}")
     return "; ".join(parts)

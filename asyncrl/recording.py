@@ -117,6 +117,7 @@ class RunRecorder:
                 "time": time.time(),
                 "phase": status.phase,
                 "moment": moment(self._run),
+                "straggler_group": self._run.learner_idle.straggler,
                 "waiting": self._run.explain(),
                 "counters": status.counters() | {"seconds": self._run.seconds},
                 "accounting": self._run.ledger.statement().as_dict(),

@@ -23,6 +23,7 @@ from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.errors import StalenessError, WeightSyncError
 from asyncrl.evaluation import evaluate, is_solved
 from asyncrl.groups import GroupRollouts
+from asyncrl.idle import EngineIdle, LearnerIdle
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
 from asyncrl.sampler import CountingSampler
 from asyncrl.status import EvaluationResult, RunStatus
@@ -113,7 +114,12 @@ class Run:
         self._warm_start = warm_start
         self._warm_start_state = state.get("warm_start")
         self.status = status
-        self._sampler = CountingSampler(parts.sampler, lambda _, completion: status.count_completion(completion))
+        if resume_from:
+            status.restore(state["counters"])
+        self.learner_idle = LearnerIdle(status.learner_idle_seconds)
+        self.engine_idle = EngineIdle(status.engine_idle_seconds)
+        watched = self.engine_idle.watch(parts.sampler)
+        self._sampler = CountingSampler(watched, lambda _, completion: status.count_completion(completion))
         self.ledger = Ledger()
         self.gate = Gate(buffer.num_slots, first_group_id=state.get("next_group_id", 0))
         self.buffer = GroupBuffer(
@@ -132,6 +138,7 @@ class Run:
             gate=self.gate,
             buffer=self.buffer,
             ledger=self.ledger,
+            idle=self.engine_idle,
             status=status,
             on_group=recorder.group,
             stop=stop,
@@ -142,7 +149,6 @@ class Run:
         self._seconds: float | None = None
         self._phase_began = 0.0
         if resume_from:
-            status.restore(state["counters"])
             if "accounting" in state:
                 self.ledger.restore(state["accounting"])
             parts.environment.restore(state["environment"])
@@ -167,6 +173,7 @@ class Run:
             await self._save()
         if not self._stop.is_set():
             await self._evaluate()
+        self.engine_idle.switch(None)
         self._phase("stopped" if self._stop.is_set() else "finished")
 
     @property
@@ -213,7 +220,7 @@ class Run:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when, self._stop, patience)
                 nursery.start_soon(self._warn_of_stall)
-                groups = await self.buffer.take()
+                groups = await self.buffer.take(on_wait=self.learner_idle.wait_for)
                 nursery.cancel_scope.cancel()
         return groups
 
@@ -229,6 +236,7 @@ class Run:
             waiting_for=self.status.waiting_for,
             phase_seconds=trio.current_time() - self._phase_began,
             groups_per_step=self._settings.groups_per_step,
+            straggler=self.learner_idle.straggler,
             gate=self.gate.statistics(),
             buffer=self.buffer.statistics(),
             running=self._rollouts.running,
@@ -274,7 +282,10 @@ class Run:
         Raises: WeightSyncError where an engine holds anything else.
         """
         self._phase("syncing")
-        reports = await self._parts.engines.pull_all(await self._parts.learner.publish())
+        manifest = await self._parts.learner.publish()
+        with self.engine_idle.sync():
+            reports = await self._parts.engines.pull_all(manifest)
+        self.engine_idle.add("sync", max((report.stall_seconds for report in reports), default=0.0))
         self.status.count_sync(reports)
         for report in reports:
             if report.version != self.status.version or not report.verified:
@@ -314,7 +325,12 @@ class Run:
             "sync_seconds": times["synced"] - times["stepped"],
             "sync_stall_seconds": max((report.stall_seconds for report in reports), default=0.0),
             "sync_bytes": sum(report.num_bytes for report in reports),
+            **{f"learner_idle_{cause}_seconds": seconds for cause, seconds in self.learner_idle.lap().items()},
+            **{f"engine_idle_{cause}_seconds": seconds for cause, seconds in self.engine_idle.lap().items()},
         }
+        straggler = self.learner_idle.worst_straggler()
+        if straggler is not None:
+            record["straggler_group"] = straggler
         self.status.last_step = record
         self._recorder.step(record, result)
 
@@ -328,6 +344,7 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         """Return what resuming needs: tasks that were drawn and not trained on are drawn again first."""
+        self.flush_idle()
         counters = self.status.counters() | {"seconds_before": self.seconds}
         return {
             "counters": counters,
@@ -362,7 +379,14 @@ class Run:
         if phase != self.status.phase:
             self._phase_began = trio.current_time()
         self.status.phase, self.status.waiting_for = phase, waiting_for
+        self.learner_idle.phase(phase)
+        self.flush_idle()
         self._recorder.phase()
+
+    def flush_idle(self) -> None:
+        """Bring the idle seconds in `status` up to this moment."""
+        self.learner_idle.flush()
+        self.engine_idle.flush()
 
 
 async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:

@@ -56,6 +56,10 @@ class RunStatus:
     weight_syncs: int = 0
     weight_syncs_verified: int = 0
     generation_stall_seconds: float = 0.0
+    learner_idle_seconds: dict[str, float] = field(default_factory=dict)
+    """cause -> seconds; the causes are `asyncrl.idle.LEARNER_CAUSES`."""
+    engine_idle_seconds: dict[str, float] = field(default_factory=dict)
+    """cause -> seconds in which no engine had a request; the causes are `asyncrl.idle.ENGINE_CAUSES`."""
     steps_skipped: int = 0
     stalls: int = 0
     """Times that the learner waited for groups longer than the limit."""
@@ -112,7 +116,7 @@ class RunStatus:
 
     def counters(self) -> dict[str, Any]:
         """Return what a checkpoint keeps (JSON-like)."""
-        return {name: dict(value) if isinstance(value := getattr(self, name), Counter) else value for name in _KEPT} | {
+        return {name: dict(value) if isinstance(value := getattr(self, name), dict) else value for name in _KEPT} | {
             "evaluations": [asdict(result) for result in self.evaluations]
         }
 
@@ -120,6 +124,7 @@ class RunStatus:
         """Go on counting from what `counters` returned."""
         for name in _KEPT:
             value = counters.get(name, getattr(self, name))
+            value = dict(value) if isinstance(value, dict) else value
             setattr(self, name, Counter(value) if isinstance(getattr(self, name), Counter) else value)
         self.evaluations = [EvaluationResult(**result) for result in counters["evaluations"]]
 
@@ -138,6 +143,8 @@ _KEPT = (
     "weight_syncs",
     "weight_syncs_verified",
     "generation_stall_seconds",
+    "learner_idle_seconds",
+    "engine_idle_seconds",
     "steps_skipped",
     "stalls",
     "trajectories",

@@ -77,6 +77,7 @@ def explain(
     waiting_for: str,
     phase_seconds: float,
     groups_per_step: int,
+    straggler: int | None,
     gate: GateStatistics,
     buffer: BufferStatistics,
     running: Mapping[int, RunningGroup],
@@ -87,7 +88,8 @@ def explain(
     now = trio.current_time()
     lines = [f"learner: {phase} for {phase_seconds:.0f} s" + (f", {waiting_for}" if waiting_for else "")]
     if phase == "waiting for groups":
-        lines[0] += f" ({buffer.num_ready} of the {groups_per_step} that a step eats are finished)"
+        needed = "" if straggler is None else f"; it cannot do without group {straggler}"
+        lines[0] += f" ({buffer.num_ready} of the {groups_per_step} that a step eats are finished{needed})"
         lines += [_group_line(group, now) for group in _stragglers(running)]
         hidden = len(running) - _NAMED
         if hidden > 0:

@@ -6,7 +6,7 @@ group may be used for more than one step; it stays here, and keeps its slot, unt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -127,11 +127,12 @@ class GroupBuffer:
         self._ended = True
         self._wake()
 
-    async def take(self) -> Sequence[Group]:
+    async def take(self, *, on_wait: Callable[[int | None], None] | None = None) -> Sequence[Group]:
         """Wait until a whole step's groups may be taken, and return them in the preferred order, reused ones last.
 
         After `end_admission` it may return fewer, and none when all are used up. Nothing is taken before the step is
-        complete, so that a later, preferred group is not missed, and a cancelled call takes none.
+        complete, so that a later, preferred group is not missed, and a cancelled call takes none. `on_wait` is told
+        before each wait which running group the step cannot do without, None while any would help.
         """
         assert not self._training, "the last step's weights were not pulled"
         while not self._ended or self._outstanding or self._reusable:
@@ -140,6 +141,8 @@ class GroupBuffer:
             needed = min(self._groups_per_step, left) if self._ended else self._groups_per_step
             if len(choice.group_ids) == needed:
                 return [self._take(group_id) for group_id in choice.group_ids]
+            if on_wait:
+                on_wait(choice.straggler)
             await self._changed.wait()
         return []
 

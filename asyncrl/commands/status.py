@@ -72,6 +72,7 @@ def read_status(directory: RunDirectory) -> dict[str, Any]:
         "state": "running" if running else "finished" if summary else "stopped without a summary",
         "phase": moment.get("phase", "starting"),
         "moment": moment.get("moment", ""),
+        "straggler_group": moment.get("straggler_group"),
         "waiting": moment.get("waiting", []) if running else [],
         "age_seconds": time.time() - moment["time"] if moment else None,
         "counters": moment.get("counters", {}),
