@@ -20,10 +20,14 @@ import torch
 import trio
 from engine_server import Server, running_server
 from part_contract import check_engine
+from synthetic_groups import random_groups
 from tiny_model import state_of
 
 from asyncrl.engines import EnginePool, EngineSettings, KVOnSync, SamplingSettings, VLLMEngine
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
+from asyncrl.learner.credit import select
+from asyncrl.learner.served import ServedModel
+from asyncrl.learner.settings import LearnerSettings
 from asyncrl.types import Completion, FinishReason, TokenIds, WeightManifest
 from asyncrl.weight_sync import combined_digest
 from asyncrl.weight_sync.shared_memory import SharedMemoryPublisher
@@ -466,6 +470,33 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_setting(server: Ser
 def test_the_real_engine_keeps_the_promises_that_the_fake_keeps(server: Server) -> None:
     async def body(rig: Rig) -> None:
         await check_engine(rig.engine, EnginePool([rig.engine]), rig.publish(2), TokenIds(range(40, 60)))
+
+    run(server, body)
+
+
+def test_a_teachers_server_tells_the_log_probs_of_given_tokens(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        rows = select(random_groups(3), LearnerSettings()).batch
+        model = model_of(rig.directory, rig.versions[1])
+        teacher = ServedModel(server.url, timeout_s=60.0, section="[learner.teacher]", entries_per_request=100)
+        teacher.check(rig.directory, top_k=7)
+        found, (ids, values) = teacher.logprobs(rows), teacher.top_k(rows, 7)
+        bounds = rows.cu_seqlens.tolist()
+        for start, end in zip(bounds, bounds[1:], strict=False):  # noqa: RUF007
+            mask, tokens = rows.loss_mask[start:end], rows.token_ids[start:end]
+            with torch.no_grad():
+                every = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1)
+            wanted = every.gather(1, tokens[1:, None])[:, 0]
+            torch.testing.assert_close(found[start:end][mask], wanted[mask[1:]], rtol=0, atol=TOLERANCE)
+            theirs = every.gather(1, ids[start + 1 : end])[mask[1:]]
+            torch.testing.assert_close(values[start:end][mask], theirs, rtol=0, atol=TOLERANCE)
+            best = every.topk(7).values[mask[1:]]
+            torch.testing.assert_close(values[start:end][mask], best, rtol=0, atol=TOLERANCE)
+        with pytest.raises(ConfigError, match=r"top_k = 21: .*answers 400"):
+            teacher.check(rig.directory, top_k=21)
+        with pytest.raises(LearnerError, match="/v1/completions answers 400"):
+            teacher._ask([[5] * 1025], 0)
+        teacher.close()
 
     run(server, body)
 

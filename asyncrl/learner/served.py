@@ -30,12 +30,22 @@ class ServedModel:
     """One server, and what it finds of a batch's tokens. `W` tokens of the rows that are asked about."""
 
     def __init__(
-        self, url: str, *, timeout_s: float, section: str, transport: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        section: str,
+        entries_per_request: int = _REQUEST_ENTRIES,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`section` is named where a setting is to blame; `transport` replaces the network."""
+        """`section` is named where a setting is to blame; `transport` replaces the network.
+
+        An answer holds at most `entries_per_request` log-probs, but at least those of one row.
+        """
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._section = section
+        self._entries_per_request = entries_per_request
         self._model = ""
         self._client = httpx.Client(
             base_url=self.url,
@@ -108,7 +118,7 @@ class ServedModel:
             entries, count = 0, 0
             for _, tokens in asked:
                 entries += len(tokens) * (k + 1)
-                if count and entries > _REQUEST_ENTRIES:
+                if count and entries > self._entries_per_request:
                     break
                 count += 1
             part, asked = asked[:count], asked[count:]
