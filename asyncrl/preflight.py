@@ -15,6 +15,7 @@ from asyncrl.demonstrations import Demonstrations, read_demonstrations
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.learner.critic_settings import check_critic
+from asyncrl.learner.vocabulary import check_same_vocabulary
 from asyncrl.sandbox import open_backend
 from asyncrl.tokens import ChatRenderer
 
@@ -27,6 +28,13 @@ def preflight(config: Config) -> None:
     """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing that stays."""
     check_model(config.model.path)
     check_critic(config.learner.critic, config.model.path)
+    for section, settings in (
+        ("learner.teacher", config.learner.teacher),
+        ("learner.reference", config.learner.reference),
+    ):
+        if settings.source == "model":
+            check_model(settings.path, f"[{section}]")
+            check_same_vocabulary(config.model.path, settings.path, f"[{section}]")
     _check_engine(config)
     _check_shared_memory(config)
     trio.run(_check_environment, config)
@@ -56,15 +64,15 @@ async def _check_environment(config: Config) -> None:
             raise ConfigError(f"{error} ([sandbox])") from None
 
 
-def check_model(path: Path) -> None:
-    """Raise ConfigError unless `path` holds a model in Hugging Face form."""
+def check_model(path: Path, section: str = "[model]") -> None:
+    """Raise ConfigError, naming `section`, unless `path` holds a model in Hugging Face form."""
     if not path.is_dir():
-        raise ConfigError(f"path: there is no model directory {path} ([model]); the demo's is made by `make demo`")
+        raise ConfigError(f"path: there is no model directory {path} ({section}); the demo's is made by `make demo`")
     for name in _MODEL_FILES:
         if not (path / name).is_file():
-            raise ConfigError(f"path: {path} holds no {name}, so it is no model in Hugging Face form ([model])")
+            raise ConfigError(f"path: {path} holds no {name}, so it is no model in Hugging Face form ({section})")
     if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"path: {path} holds no weights: no *.safetensors file ([model])")
+        raise ConfigError(f"path: {path} holds no weights: no *.safetensors file ({section})")
 
 
 def _check_engine(config: Config) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tree import ROOT
 
-from asyncrl.configs import apply_overrides, build, dump_config, load_config, read_toml, to_table
+from asyncrl.configs import Config, apply_overrides, build, dump_config, load_config, read_toml, to_table
 from asyncrl.errors import ConfigError
 
 
@@ -89,3 +89,36 @@ def test_a_broken_or_missing_file_is_named(tmp_path: Path) -> None:
         read_toml(broken)
     with pytest.raises(ConfigError, match="cannot read"):
         read_toml(tmp_path)
+
+
+MINIMAL = {"model": {"path": "m"}, "environment": {"name": "bugfix"}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["learner.loss=dpo", "buffer.group_size=1"], "group_size must be >= 2 with loss = 'dpo'"),
+        (["buffer.group_size=1"], "a group of one has no baseline"),
+        (["environment.options.teacher_prompts=true"], r"needs a teacher: set source \(\[learner.teacher\]\)"),
+        (["learner.loss=distillation", "learner.teacher.source=self"], "needs teacher_prompts = true"),
+        (
+            [
+                "learner.loss=opd",
+                "learner.teacher.source=engine",
+                "learner.teacher.url=http://h",
+                "sampling.temperature=0.7",
+            ],
+            r"temperature must be 1 with source = 'engine' \(\[learner.teacher\]\)",
+        ),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(Config, apply_overrides(MINIMAL, overrides))
+
+
+def test_a_loss_without_an_advantage_needs_no_group() -> None:
+    config = build(Config, apply_overrides(MINIMAL, ["buffer.group_size=1", "learner.loss=rejection_sft"]))
+    assert config.buffer.group_size == 1
+    averaged = ["learner.loss=distillation", "learner.teacher.source=self", "learner.teacher.ema_rate=0.1"]
+    assert build(Config, apply_overrides(MINIMAL, [*averaged, "buffer.group_size=1"])).learner.teacher.ema_rate == 0.1

@@ -46,6 +46,7 @@ SHOWS: Mapping[str, tuple[str, ...]] = {
     "gspo": ("clipped_high_frac", "geo_weight_max"),
     "ppo_value_head": ("value_loss", "critic_grad_norm"),
     "ppo_yes_no": ("value_loss", "value_mean"),
+    "self_distillation": ("teacher_divergence", "divergence_clipped_frac"),
     "sft_then_rl": ("clipped_high_frac",),
 }
 """recipe -> metrics that each of its steps must have; a recipe that is missing here has nothing of its own to show."""

@@ -19,6 +19,7 @@ from typing import Any
 from asyncrl import run_directory
 from asyncrl.commands.arguments import add_config_arguments, add_rate_arguments, forecast_of, rates_of
 from asyncrl.configs import Config, dump_config, load_config, to_table
+from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings
 from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.serving import listen
 from asyncrl.simulation.forecast import as_table
@@ -74,7 +75,7 @@ def process_plan(config: Config) -> dict[str, Any]:
         engines = "none: nothing is sampled"
     return {
         "orchestrator": "this process",
-        "learner": f"one process, loss {learner.loss}, {learner.dtype}, critic {learner.critic.kind}",
+        "learner": f"one process, loss {learner.loss}, {learner.dtype}, critic {learner.critic.kind}{_asked(config)}",
         "engines": engines,
         "sandboxes": config.sandbox.backend,
         "environment": config.environment.name,
@@ -83,3 +84,17 @@ def process_plan(config: Config) -> dict[str, Any]:
         "staleness": f"at most {buffer.max_off_policyness} optimizer steps",
         "order": order if buffer.effective_window is None else f"{order}, window {buffer.effective_window}",
     }
+
+
+def _asked(config: Config) -> str:
+    """Return the models that the learner asks and does not train, in words."""
+    learner = config.learner
+    asked: list[tuple[str, TeacherSettings | ReferenceSettings]] = []
+    if learner.teacher.source != "none":
+        asked.append(("teacher", learner.teacher))
+    if learner.needs_reference:
+        asked.append(("reference", learner.reference))
+    words = {"self": "the policy itself", "start": "the starting weights"}
+    return "".join(
+        f", {name}: {words.get(s.source) or (s.url if s.source == 'engine' else s.path)}" for name, s in asked
+    )
