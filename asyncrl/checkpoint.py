@@ -23,7 +23,7 @@ from asyncrl.types import PolicyVersion
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"
 _STATE = "orchestrator.json"
-FORMAT = 1
+FORMAT = 2
 """Of the directory; a reader refuses what it does not know."""
 
 
@@ -86,6 +86,11 @@ class CheckpointStore:
         """Return the newest checkpoint, or None. Raises CheckpointError naming what is missing from it."""
         versions = self._versions()
         return load_checkpoint(self._directory / f"{_PREFIX}{versions[-1]}") if versions else None
+
+    def oldest_state(self) -> Mapping[str, Any]:
+        """Return the orchestrator's state in the oldest checkpoint that is kept; there must be one."""
+        state: Mapping[str, Any] = _read_json(self._directory / f"{_PREFIX}{self._versions()[0]}" / _STATE)
+        return state
 
     def _versions(self) -> Sequence[PolicyVersion]:
         names = (path.name for path in self._directory.glob(f"{_PREFIX}*"))

@@ -44,9 +44,18 @@ class GroupCollector:
         self._settings = settings
 
     async def collect(
-        self, task: Task, sampler: Sampler, *, group_id: int, on_retry: Callable[[Sequence[Trajectory]], None]
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: int,
+        on_trajectory: Callable[[Trajectory], None],
+        on_retry: Callable[[Sequence[Trajectory]], None],
     ) -> list[Trajectory]:
-        """Return `group_size` trajectories of `task`; `on_retry` is told of failed ones that another attempt replaces.
+        """Return `group_size` trajectories of `task`.
+
+        `on_trajectory` is told of each as it ends, where the environment tells of it, and `on_retry` of failed ones
+        that another attempt replaces.
 
         Late ones have failed (`failed_deadline`), with no reward. Raises: EnvironmentFault where the environment
         returns anything but what it was asked for.
@@ -55,8 +64,12 @@ class GroupCollector:
         trajectories: list[Trajectory] = []
         ended: dict[str, Trajectory] = {}  # of the first attempt, while it runs
 
+        def keep(trajectory: Trajectory) -> None:
+            on_trajectory(refuse_bad_numbers(trajectory))
+
         def note(trajectory: Trajectory) -> None:
             ended[trajectory.trajectory_id] = refuse_bad_numbers(trajectory)
+            keep(trajectory)
 
         with trio.move_on_after(settings.group_deadline_s or math.inf):
             trajectories += await self._attempt(task, sampler, str(group_id), settings.group_size, note)
@@ -64,7 +77,7 @@ class GroupCollector:
                 failed = [place for place, trajectory in enumerate(trajectories) if trajectory.reward is None]
                 if not failed:
                     break
-                again = await self._attempt(task, sampler, f"{group_id}.{attempt}", len(failed))
+                again = await self._attempt(task, sampler, f"{group_id}.{attempt}", len(failed), keep)
                 on_retry([trajectories[place] for place in failed])
                 for place, trajectory in zip(failed, again, strict=True):
                     trajectories[place] = trajectory
@@ -76,7 +89,7 @@ class GroupCollector:
         sampler: Sampler,
         group_id: str,
         group_size: int,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
+        on_trajectory: Callable[[Trajectory], None],
     ) -> list[Trajectory]:
         collected = await collect_from(
             self._environment,

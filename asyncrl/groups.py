@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -13,14 +14,25 @@ from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
 from asyncrl.idle import EngineIdle
 from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
+from asyncrl.resuming import Resumption
+from asyncrl.run_journal import Draw, GroupAdmitted, GroupDropped, JournalledSampler, KeptWork, Kind, RunJournal
 from asyncrl.sampler import CountingSampler
 from asyncrl.status import RunStatus
-from asyncrl.types import Completion, Group, Task, Trajectory, TrajectoryStatus
+from asyncrl.types import Completion, Group, PolicyVersion, Task, Trajectory, TrajectoryStatus
 from asyncrl.waiting import RunningGroup, WatchedSampler
 
 ALL_FAILED = "all_failed"
 GROUP_DEADLINE = "group_deadline"
 _MAX_FAILED_GROUPS = 3  # this many groups in a row without enough usable episodes: the environment is broken, stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """A group that is neither trained on nor dropped."""
+
+    draw: Draw
+    position: int
+    """Of its admission in the journal."""
 
 
 class GroupRollouts:
@@ -42,9 +54,10 @@ class GroupRollouts:
         status: RunStatus,
         on_group: Callable[[Group], None],
         stop: trio.Event,
-        redraw: Iterable[Task] = (),
+        journal: RunJournal,
+        resumption: Resumption,
     ) -> None:
-        """`on_group` is told of every finished group; `redraw` are tasks to begin with, before the environment's."""
+        """`on_group` is told of every finished group; what `resumption` keeps comes before the environment's tasks."""
         self._environment = environment
         self._sampler = sampler
         self._settings = settings
@@ -55,8 +68,12 @@ class GroupRollouts:
         self._status = status
         self._on_group = on_group
         self._stop = stop
-        self._redraw = deque(redraw)
-        self._open_tasks: dict[int, Task] = {}
+        self._journal = journal
+        self._kept = resumption.kept
+        self._redraw = deque(resumption.redraw)
+        self._open: dict[int, OpenGroup] = {
+            kept.group_id: OpenGroup(draw=kept.draw, position=kept.position) for kept in resumption.kept
+        }
         self._failed_in_a_row = 0
         self._collector = GroupCollector(environment, settings)
         self._replacements = Replacements(settings.max_replacements)
@@ -65,44 +82,70 @@ class GroupRollouts:
         self.tasks_ended = False
 
     @property
-    def open_tasks(self) -> Sequence[Task]:
-        """Tasks that were drawn and whose groups were neither trained on nor dropped, the oldest first."""
-        return [*self._open_tasks.values(), *self._redraw]
+    def open_draws(self) -> Sequence[tuple[Draw, int | None]]:
+        """Tasks that were drawn and are neither trained on nor dropped, with the groups that run them, if any."""
+        running = [(group.draw, group_id) for group_id, group in self._open.items()]
+        return [*running, *((draw, None) for draw in self._redraw)]
+
+    @property
+    def needed_from(self) -> int:
+        """The position from which the journal tells of every open group."""
+        return min((group.position for group in self._open.values()), default=self._journal.position)
 
     def close(self, group_ids: Iterable[int]) -> None:
         """Note that groups were trained on."""
         for group_id in group_ids:
-            del self._open_tasks[group_id]
+            del self._open[group_id]
 
     async def run(self) -> None:
         """Start a group whenever the gate has a slot, until `stop` or the end of the tasks; wait for their ends."""
         async with trio.open_nursery() as nursery:
+            for kept in self._kept:  # all before the first wait: the learner must not choose among some of them
+                self._gate.readmit(kept.group_id)
+                self._buffer.admit(kept.group_id, sampled_since=kept.oldest_version)
+                if kept.group is not None:
+                    self._buffer.put(replace(kept.group, admitted_at=trio.current_time()))
+                else:
+                    nursery.start_soon(self._rollout, kept.group_id, kept.draw.task, kept.admitted_version, kept.work)
             while not self._stop.is_set():
                 with self._idle.gate():
                     group_id = await self._gate.admit()
                 try:
-                    task = self._redraw.popleft() if self._redraw else self._environment.get_item()
+                    task = self._admit(group_id)
                 except StopIteration:
                     self._gate.release([group_id])
                     self.tasks_ended = True
                     break
-                self._buffer.admit(group_id)
-                self._ledger.admit(group_id, num_trajectories=self._settings.group_size)
-                self._open_tasks[group_id] = task
-                nursery.start_soon(self._rollout, group_id, task)
+                nursery.start_soon(self._rollout, group_id, task, self._buffer.version, KeptWork())
             self._buffer.end_admission()
 
-    async def _rollout(self, group_id: int, task: Task) -> None:
-        admitted_at, version = trio.current_time(), self._buffer.version
+    def _admit(self, group_id: int) -> Task:
+        """Return the task of a new group after noting it everywhere. Raises: StopIteration."""
+        fresh = not self._redraw
+        draw = Draw(draw_id=group_id, task=self._environment.get_item()) if fresh else self._redraw.popleft()
+        version = self._buffer.version
+        self._buffer.admit(group_id)
+        self._ledger.admit(group_id, num_trajectories=self._settings.group_size)
+        record = GroupAdmitted(draw_id=draw.draw_id, task=draw.task, version=version, fresh=fresh)
+        position = self._journal.append_nowait(Kind.GROUP_ADMITTED, record, group_id=group_id)
+        self._open[group_id] = OpenGroup(draw=draw, position=position)
+        return draw.task
+
+    async def _rollout(self, group_id: int, task: Task, version: PolicyVersion, work: KeptWork) -> None:
+        admitted_at = trio.current_time()
         running = self.running[group_id] = RunningGroup(group_id, task.task_id, admitted_at)
 
         def count_retry(failed: Sequence[Trajectory]) -> None:
             self._ledger.retry(group_id, failed)
             self._status.episodes_retried += len(failed)
 
-        sampler = WatchedSampler(self._counting(group_id), running)
+        sampler = JournalledSampler(
+            WatchedSampler(self._counting(group_id), running), self._journal, group_id, kept=work
+        )
         with self._idle.group():
-            trajectories = await self._collector.collect(task, sampler, group_id=group_id, on_retry=count_retry)
+            trajectories = await self._collector.collect(
+                task, sampler, group_id=group_id, on_trajectory=sampler.keep_nowait, on_retry=count_retry
+            )
         del self.running[group_id]
         group = Group(
             group_id=group_id,
@@ -111,22 +154,39 @@ class GroupRollouts:
             admitted_at=admitted_at,
             admitted_version=version,
         )
+        sampler.finish_nowait(group)
+        await self._finish(group)
+
+    async def _finish(self, group: Group) -> None:
+        """Note a finished group; hand it in, or free its slot, once the journal has it."""
         self._ledger.finish(group)
         self._status.count_group(group)
         self._on_group(group)
         if isinstance(self._environment, LearnsFromGroups):
-            self._environment.observe(task, trajectories)
+            self._environment.observe(group.task, group.trajectories)
+        reason = self._reason_to_drop(group)
+        if reason:
+            self._status.groups_dropped[reason] += 1
+            self._ledger.drop(group.group_id, reason)
+            record = GroupDropped(reason=reason, redrawn=False)
+            self._journal.append_nowait(Kind.GROUP_DROPPED, record, group_id=group.group_id)
+            del self._open[group.group_id]
+        await self._journal.flush()  # a checkpoint that is written meanwhile knows of what is noted above
+        if reason:
+            self._buffer.drop(group.group_id, reason)
+            self._gate.release([group.group_id])
+        else:
+            self._buffer.put(group)
+
+    def _reason_to_drop(self, group: Group) -> str | None:
+        """Return why a finished group will not be trained on; None where it will."""
         reason = self._failure_of(group)
         if reason:
             self._count_failed(group, reason)
-        else:
-            self._failed_in_a_row = 0
-            reason = zero_advantage_reason(group)
-            reason = reason if reason and self._may_replace() else None
-        if reason:
-            self._drop(group, reason)
-        else:
-            self._buffer.put(group)
+            return reason
+        self._failed_in_a_row = 0
+        reason = zero_advantage_reason(group)
+        return reason if reason and self._may_replace() else None
 
     def _failure_of(self, group: Group) -> str | None:
         """Return why a group cannot be trained on, or None. One that was cut short needs two usable episodes."""
@@ -157,11 +217,3 @@ class GroupRollouts:
                 f"{self._failed_in_a_row} groups in a row had {found}; the last, of task "
                 f"{group.task.task_id}: {'; '.join(details[:3])}"
             )
-
-    def _drop(self, group: Group, reason: str) -> None:
-        """Count a group that will not be trained on, and free its slot."""
-        self._status.groups_dropped[reason] += 1
-        self._ledger.drop(group.group_id, reason)
-        self._buffer.drop(group.group_id, reason)
-        del self._open_tasks[group.group_id]
-        self._gate.release([group.group_id])

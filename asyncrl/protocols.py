@@ -29,6 +29,15 @@ class Sampler(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsTrajectories(Protocol):
+    """A sampler that outlives the process: what an interrupted group had finished need not be run again."""
+
+    def kept_trajectory(self, trajectory_id: str) -> Trajectory | None:
+        """Return an episode that was finished before the run was interrupted, or None."""
+        ...
+
+
 # --- environments ---------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 from asyncrl.errors import BoundaryError, ConfigError, EngineError, EnvironmentFault, SandboxError, leaves
-from asyncrl.protocols import Sampler
+from asyncrl.protocols import KeepsTrajectories, Sampler
 from asyncrl.tokens import ChatRenderer, Message, build_segments
 from asyncrl.types import Completion, FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus, Turn
 
@@ -281,7 +281,7 @@ class MultiTurnEnvironment(abc.ABC):
         trajectories: dict[int, Trajectory] = {}
 
         async def run(index: int) -> None:
-            trajectories[index] = await self._run_episode(task, sampler, f"{group_id}-{index}")
+            trajectories[index] = await self._kept_or_run(task, sampler, f"{group_id}-{index}")
             if on_trajectory:
                 on_trajectory(trajectories[index])
 
@@ -289,6 +289,10 @@ class MultiTurnEnvironment(abc.ABC):
             for index in range(group_size):
                 nursery.start_soon(run, index)
         return tuple(trajectories[index] for index in range(group_size))
+
+    async def _kept_or_run(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+        kept = sampler.kept_trajectory(trajectory_id) if isinstance(sampler, KeepsTrajectories) else None
+        return kept or await self._run_episode(task, sampler, trajectory_id)
 
     async def _run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         started = trio.current_time()

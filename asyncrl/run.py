@@ -25,9 +25,12 @@ from asyncrl.evaluation import evaluate, is_solved
 from asyncrl.groups import GroupRollouts
 from asyncrl.idle import EngineIdle, LearnerIdle
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
+from asyncrl.resuming import Resumption, go_on, plan_resumption
+from asyncrl.run_history import RunHistory
+from asyncrl.run_journal import GroupsTrained, Kind, RunJournal
 from asyncrl.sampler import CountingSampler
 from asyncrl.status import EvaluationResult, RunStatus
-from asyncrl.types import Group, PolicyVersion, Task
+from asyncrl.types import Group, PolicyVersion
 from asyncrl.waiting import Queue, explain
 from asyncrl.warm_start import WarmStart
 
@@ -101,9 +104,14 @@ class Run:
         stop: trio.Event,
         warm_start: WarmStart | None = None,
         resume_from: Checkpoint | None = None,
+        journal: RunJournal | None = None,
+        resumption: Resumption | None = None,
         rng: Random | None = None,
     ) -> None:
-        """`rng` draws for the buffer's uniform order."""
+        """`rng` draws for the buffer's uniform order.
+
+        Without a `journal` only checkpoints are resumed from; `resumption` is what there is of one (`plan_resumption`).
+        """
         state: Mapping[str, Any] = resume_from.state if resume_from else {}
         self._parts = parts
         self._settings = buffer
@@ -113,6 +121,8 @@ class Run:
         self._stop = stop
         self._warm_start = warm_start
         self._warm_start_state = state.get("warm_start")
+        version = resume_from.version if resume_from else 0
+        self._journal = journal or RunJournal()
         self.status = status
         if resume_from:
             status.restore(state["counters"])
@@ -121,14 +131,27 @@ class Run:
         watched = self.engine_idle.watch(parts.sampler)
         self._sampler = CountingSampler(watched, lambda _, completion: status.count_completion(completion))
         self.ledger = Ledger()
-        self.gate = Gate(buffer.num_slots, first_group_id=state.get("next_group_id", 0))
+        if resume_from:
+            self.ledger.restore(state["accounting"])
+            parts.environment.restore(state["environment"])
+        begin_with = go_on(
+            resumption or plan_resumption(state, version, RunHistory(), settings=buffer),
+            environment=parts.environment,
+            ledger=self.ledger,
+            status=status,
+            journal=self._journal,
+            settings=buffer,
+        )
+        self.notes = begin_with.notes
+        """What of an interrupted run was kept and what was not, a line each."""
+        self.gate = Gate(buffer.num_slots, first_group_id=begin_with.next_group_id)
         self.buffer = GroupBuffer(
             groups_per_step=buffer.groups_per_step,
             max_off_policyness=buffer.max_off_policyness,
             order=buffer.order,
             window=buffer.effective_window,
             max_uses=buffer.max_uses,
-            version=resume_from.version if resume_from else 0,
+            version=version,
             rng=rng,
         )
         self._rollouts = GroupRollouts(
@@ -142,16 +165,13 @@ class Run:
             status=status,
             on_group=recorder.group,
             stop=stop,
-            redraw=[Task(**task) for task in state.get("open_tasks", ())],
+            journal=self._journal,
+            resumption=begin_with,
         )
         self._saved_version: PolicyVersion | None = resume_from.version if resume_from else None
         self._started: float | None = None
         self._seconds: float | None = None
         self._phase_began = 0.0
-        if resume_from:
-            if "accounting" in state:
-                self.ledger.restore(state["accounting"])
-            parts.environment.restore(state["environment"])
 
     async def train(self) -> None:
         """Measure, train until a limit, the end of the tasks or `stop`, save, measure again."""
@@ -179,7 +199,7 @@ class Run:
     @property
     def num_unfinished(self) -> int:
         """Groups that were drawn and neither trained on nor dropped; a resumed run draws their tasks again."""
-        return len(self._rollouts.open_tasks)
+        return len(self._rollouts.open_draws)
 
     @property
     def seconds(self) -> float:
@@ -256,6 +276,9 @@ class Run:
         self.ledger.train(fresh)
         reports = await self._sync()
         times["synced"] = trio.current_time()
+        version = self.status.version
+        record = GroupsTrained(group_ids=fresh, version=version, weights=self._journal.weights[version])
+        self._journal.append_nowait(Kind.GROUPS_TRAINED, record)
         self._rollouts.close(fresh)
         self._record(groups, result, reports, staleness, len(fresh), times)
         steps, limits = self.status.steps, self._limits
@@ -283,6 +306,10 @@ class Run:
         """
         self._phase("syncing")
         manifest = await self._parts.learner.publish()
+        self._journal.note_weights(  # before the pull: tokens of the new version come at once
+            {manifest.version: manifest.digest},
+            forget_before=manifest.version - self._settings.max_off_policyness - 1,
+        )
         with self.engine_idle.sync():
             reports = await self._parts.engines.pull_all(manifest)
         self.engine_idle.add("sync", max((report.stall_seconds for report in reports), default=0.0))
@@ -339,20 +366,28 @@ class Run:
         version = self.status.version
         partial = self._checkpoints.begin(version)
         await self._parts.learner.save(str(partial))
-        self._checkpoints.commit(partial, version, self._state())
+        state = self._state()
+        await self._journal.flush()  # all that the state knows of is on disk before it
+        self._checkpoints.commit(partial, version, state)
         self._saved_version = version
+        await self._journal.release(self._checkpoints.oldest_state()["journal"]["needed_from"])
 
     def _state(self) -> dict[str, Any]:
-        """Return what resuming needs: tasks that were drawn and not trained on are drawn again first."""
+        """Return what resuming needs, as of this moment: open groups are found in the journal, or drawn again."""
         self.flush_idle()
         counters = self.status.counters() | {"seconds_before": self.seconds}
         return {
             "counters": counters,
-            "accounting": self.ledger.statement().as_dict(),
+            "accounting": self.ledger.state(),
             "environment": self._parts.environment.state(),
             "warm_start": self._warm_start.state() if self._warm_start else self._warm_start_state,
             "next_group_id": self.gate.next_group_id,
-            "open_tasks": [asdict(task) for task in self._rollouts.open_tasks],
+            "draws": [
+                {"draw_id": draw.draw_id, "group_id": group_id, "task": asdict(draw.task)}
+                for draw, group_id in self._rollouts.open_draws
+            ],
+            "journal": {"position": self._journal.position, "needed_from": self._rollouts.needed_from},
+            "weights": {str(version): digest for version, digest in self._journal.weights.items()},
         }
 
     async def _evaluate(self) -> None:

@@ -5,6 +5,7 @@ status.json       the present moment     summary.json    at the end
 spikes.jsonl      largest token ratios, a line a step
 checkpoints/      step-N/                trajectories/   one file a step
 logs/             of every child         lock            held by the orchestrator that runs
+journal/          what is finished and not yet in a checkpoint, under the run's run_id
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +34,7 @@ _MAY_DIFFER = (
     "engine.urls",
     "engine.start_timeout_s",
 )
-_MAY_DIFFER_SECTIONS = ("metrics", "evaluation")
+_MAY_DIFFER_SECTIONS = ("metrics", "evaluation", "journal")
 """What a resumed run may change: how long it goes on and how it is watched, never what is learned or how."""
 
 
@@ -46,8 +49,20 @@ class RunDirectory:
         self.status = path / "status.json"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.journal = path / "journal"
         self.trajectories = path / "trajectories"
         self.logs = path / "logs"
+
+    @property
+    def run_id(self) -> str:
+        """The id under which the run's journal is written, made once: a copied directory goes on as the same run."""
+        path = self.path / "run_id"
+        if not path.exists():
+            name = re.sub("[^A-Za-z0-9_.-]", "_", self.path.name)[:30]
+            partial = path.with_suffix(".tmp")
+            partial.write_text(f"{name}-{secrets.token_hex(8)}", encoding="utf-8")
+            partial.replace(path)
+        return path.read_text(encoding="utf-8")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

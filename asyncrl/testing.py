@@ -6,7 +6,9 @@ loop, gate and buffer are what is exercised.
 
 from __future__ import annotations
 
+import json
 import random
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import trio
 
 from asyncrl.errors import EngineError, LearnerError
-from asyncrl.protocols import Sampler, StepResult, SyncReport
+from asyncrl.protocols import KeepsTrajectories, Sampler, StepResult, SyncReport
 from asyncrl.types import (
     Completion,
     FinishReason,
@@ -48,6 +50,12 @@ class Rates:
     """Median of an episode's environment time."""
     step_s: float = 5.0
     sync_s: float = 0.5
+
+
+async def run_inline(work: Callable[[], Any]) -> Any:
+    """Run blocking work where it is asked for: a `buffers.RunBlocking` for a clock that jumps while a thread works."""
+    await trio.lowlevel.checkpoint()
+    return work()
 
 
 class FakeEngine:
@@ -111,10 +119,15 @@ class FakeEngine:
 class FakeLearner:
     """Counts steps; its checkpoint is one file. A `Learner`."""
 
-    def __init__(self, rates: Rates, *, version: PolicyVersion = 0, run_id: str = "fake") -> None:
+    def __init__(
+        self, rates: Rates, *, version: PolicyVersion = 0, run_id: str = "fake", model: Path | None = None
+    ) -> None:
+        """`model` is what `save` wrote, to go on from it."""
         self._rates = rates
         self._run_id = run_id
         self.version = version
+        self.weights: list[str] = json.loads((model / "version").read_text()) if model else []
+        """What the weights are made of: the task ids of every step, in order."""
         self.trained: list[Group] = []
         self.demonstrated: list[Segment] = []
         self.dead = False
@@ -128,6 +141,7 @@ class FakeLearner:
             raise LearnerError("fake learner was ended by signal 9")
         self.trained += groups
         self.version += 1
+        self.weights += [group.task.task_id for group in groups]
         trained = sum(t.num_sampled_tokens for g in groups for t in g.trajectories if t.reward is not None)
         return StepResult(version=self.version, metrics={"tokens_trained": trained, "importance_ratio_max": 1.0})
 
@@ -150,9 +164,8 @@ class FakeLearner:
 
     async def publish(self) -> WeightManifest:
         """Return a manifest of one small tensor."""
-        entry = TensorEntry(
-            name="weight", dtype="BF16", shape=(2,), offset=0, num_bytes=4, digest=f"{self.version:08x}"
-        )
+        digest = f"{zlib.crc32(json.dumps([self.version, self.weights]).encode()):08x}"
+        entry = TensorEntry(name="weight", dtype="BF16", shape=(2,), offset=0, num_bytes=4, digest=digest)
         return WeightManifest(
             run_id=self._run_id,
             version=self.version,
@@ -163,10 +176,10 @@ class FakeLearner:
         )
 
     async def save(self, directory: str) -> Mapping[str, int]:
-        """Write the version as the model."""
+        """Write what the weights are made of as the model."""
         path = Path(directory) / "model" / "version"
         path.parent.mkdir(parents=True)
-        path.write_text(str(self.version))
+        path.write_text(json.dumps(self.weights))
         return {"model/version": path.stat().st_size}
 
 
@@ -214,7 +227,9 @@ class FakeEnvironment:
         results: dict[int, Trajectory] = {}
 
         async def episode(index: int) -> None:
-            results[index] = await self._episode(task, sampler, f"{group_id}-{index}")
+            trajectory_id = f"{group_id}-{index}"
+            kept = sampler.kept_trajectory(trajectory_id) if isinstance(sampler, KeepsTrajectories) else None
+            results[index] = kept or await self._episode(task, sampler, trajectory_id)
             if on_trajectory:
                 on_trajectory(results[index])
 

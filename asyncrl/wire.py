@@ -128,7 +128,7 @@ def encode(record: Any) -> bytes:
     return _encoder.encode(record)
 
 
-def decode(data: bytes, kind: Any) -> Any:
+def decode(data: bytes | memoryview, kind: Any) -> Any:
     """Return the record that `encode` wrote. Raises msgspec.DecodeError or ValidationError."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
 

@@ -8,7 +8,7 @@ something comes into being, the others where it goes; so that what one of them f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -161,12 +161,29 @@ class Ledger:
             dropped=dict(self._dropped),
         )
 
-    def restore(self, statement: Mapping[str, Any]) -> None:
-        """Go on from what `Statement.as_dict` returned; what was not trained on by then is dropped as lost."""
-        self._generated = Amount(**statement["generated"])
-        self._trained = Amount(**statement["trained"])
-        self._dropped = {reason: Amount(**amount) for reason, amount in statement["dropped"].items()}
-        self._lose(LOST, Amount(**statement["in_buffer"]) + Amount(**statement["in_flight"]))
+    @property
+    def open_groups(self) -> Set[int]:
+        """Groups that are neither trained on nor dropped."""
+        return self._open.keys()
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs (JSON-like)."""
+        return {
+            "generated": asdict(self._generated),
+            "trained": asdict(self._trained),
+            "dropped": {reason: asdict(amount) for reason, amount in self._dropped.items()},
+            "open": {str(group_id): asdict(account) for group_id, account in self._open.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned; who resumes drops those of the open groups that did not survive."""
+        self._generated = Amount(**state["generated"])
+        self._trained = Amount(**state["trained"])
+        self._dropped = {reason: Amount(**amount) for reason, amount in state["dropped"].items()}
+        self._open = {
+            int(group_id): _Account(Amount(**account["amount"]), account["finished"], dict(account["sampled"]))
+            for group_id, account in state["open"].items()
+        }
 
     def _lose(self, reason: str, amount: Amount) -> None:
         if amount != Amount():

@@ -56,6 +56,12 @@ class Gate:
         self._admitted_at[group_id] = trio.current_time()
         return group_id
 
+    def readmit(self, group_id: int) -> None:
+        """Give a slot to a group that was admitted before the run was interrupted. Raises: trio.WouldBlock."""
+        assert group_id < self._next_group_id, f"group {group_id} was never admitted"
+        self._slots.acquire_on_behalf_of_nowait(group_id)
+        self._admitted_at[group_id] = trio.current_time()
+
     def release(self, group_ids: Iterable[int]) -> None:
         """Free the slots of groups whose weights the engines have pulled, or that were dropped untrained."""
         for group_id in group_ids:

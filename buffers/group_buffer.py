@@ -104,10 +104,14 @@ class GroupBuffer:
         """The engines' version: what a group that is admitted now is sampled under, or a later one."""
         return self._version
 
-    def admit(self, group_id: int) -> None:
-        """Note that a group has started. Ids must grow."""
+    def admit(self, group_id: int, *, sampled_since: PolicyVersion | None = None) -> None:
+        """Note that a group has started. Ids must grow.
+
+        `sampled_since` is the oldest version of a group that has tokens already, from before the run was interrupted.
+        """
         assert not self._outstanding or group_id > next(reversed(self._outstanding))
-        self._outstanding[group_id] = _Entry(self._version + self._max_off_policyness)
+        oldest = self._version if sampled_since is None else sampled_since
+        self._outstanding[group_id] = _Entry(oldest + self._max_off_policyness)
 
     def put(self, group: Group) -> None:
         """Hand in a finished group. Never blocks: the group's slot at the gate is its place here."""

@@ -64,10 +64,18 @@ class Journal:
     """
 
     def __init__(
-        self, directory: Path, *, run_id: str, fsync: Fsync = Fsync.GROUP, file_bytes: int = DEFAULT_FILE_BYTES
+        self,
+        directory: Path,
+        *,
+        run_id: str,
+        fsync: Fsync = Fsync.GROUP,
+        file_bytes: int = DEFAULT_FILE_BYTES,
+        at_least: int = 0,
     ) -> None:
         """Take the directory's lock, cut a torn last record off and go on behind what is there.
 
+        The next record's position is at least `at_least`: where a checkpoint knows of records that are gone,
+        theirs are not given again.
         Raises: JournalError where another writer holds the lock, or where a file is another run's or of another format.
         """
         assert 0 < len(run_id.encode()) <= MAX_RUN_ID_BYTES, run_id
@@ -86,7 +94,7 @@ class Journal:
             self._lock = _locked(directory)
             stack.callback(os.close, self._lock)
             with _named(directory, "open"):
-                self._path, self._file, self._next = self._open_last()
+                self._path, self._file, self._next = self._open_last(at_least)
             stack.callback(os.close, self._file)
             self._durable = first_position(self._path)
             self.flush()
@@ -165,7 +173,7 @@ class Journal:
 
     # --- files ------------------------------------------------------------------------------------------------
 
-    def _open_last(self) -> tuple[Path, int, int]:
+    def _open_last(self, at_least: int) -> tuple[Path, int, int]:
         """Return the file to append to, its descriptor and the next position."""
         paths = list_files(self._directory)
         for path in paths:
@@ -173,7 +181,7 @@ class Journal:
                 check_file_header(file.read(FILE_HEADER_BYTES), path, self._run_id)
             self._num_bytes[path] = path.stat().st_size
         if not paths:
-            return self._create(0)
+            return self._create(at_least)
         last = paths[-1]
         position, whole = first_position(last), True
         for item in _scan_file(last.read_bytes(), last, self._run_id, at_end=True):
@@ -187,12 +195,12 @@ class Journal:
             else:
                 whole = False
                 position = item.position + (1 if item.num_records is None else item.num_records)
-        if whole:
+        if whole and position >= at_least:
             return last, os.open(last, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), position
         if position == first_position(last):  # a header that is not whole, and nothing behind it
             last.unlink()
             del self._num_bytes[last]
-        return self._create(position)
+        return self._create(max(position, at_least))
 
     def _create(self, position: int) -> tuple[Path, int, int]:
         path = self._directory / file_name(position)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from asyncrl.buffers import BufferSettings
+from asyncrl.buffers import BufferSettings, JournalSettings
 from asyncrl.configs.loader import apply_overrides, build, read_toml, to_table
 from asyncrl.curriculum import CurriculumSettings
 from asyncrl.engines import EngineSettings, SamplingSettings
@@ -106,6 +106,7 @@ class Config:
     curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
     run: RunSettings = field(default_factory=RunSettings)
     buffer: BufferSettings = field(default_factory=BufferSettings)
+    journal: JournalSettings = field(default_factory=JournalSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)

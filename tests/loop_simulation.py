@@ -9,11 +9,14 @@ from pathlib import Path
 import trio
 import trio.testing
 
-from asyncrl.buffers import Amount, BufferSettings
+from asyncrl.buffers import Amount, BufferSettings, GroupCommit, Journal, LostLine
 from asyncrl.checkpoint import CheckpointStore
+from asyncrl.resuming import plan_resumption
 from asyncrl.run import Limits, Parts, Run
+from asyncrl.run_history import RunHistory
+from asyncrl.run_journal import RunJournal
 from asyncrl.status import RunStatus
-from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates
+from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates, run_inline
 
 
 class Simulation:
@@ -30,25 +33,34 @@ class Simulation:
         num_tasks: int | None = None,
         resume: bool = False,
         environment: FakeEnvironment | None = None,
+        journal: Journal | None = None,
+        history: RunHistory | None = None,
+        lost_line: LostLine = LostLine.REDRAW,
     ) -> None:
         rates = rates or Rates()
+        buffer = buffer or BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=4)
         self.checkpoints = CheckpointStore(directory, keep=2)
         checkpoint = self.checkpoints.newest() if resume else None
-        version = checkpoint.version if checkpoint else 0
+        state, version = (checkpoint.state, checkpoint.version) if checkpoint else ({}, 0)
         self.engine = FakeEngine(rates, random.Random(seed), version=version)
-        self.learner = FakeLearner(rates, version=version)
+        model = checkpoint.model_directory if checkpoint else None
+        self.learner = FakeLearner(rates, version=version, model=model)
         self.environment = environment or FakeEnvironment(rates, random.Random(seed + 1), num_tasks=num_tasks)
         self.recorder = MemoryRecorder()
         self.stop = trio.Event()
         self.run = Run(
             Parts(environment=self.environment, sampler=self.engine, learner=self.learner, engines=self.engine),
-            buffer or BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=4),
+            buffer,
             limits or Limits(steps=12),
             recorder=self.recorder,
             checkpoints=self.checkpoints,
             status=RunStatus(),
             stop=self.stop,
             resume_from=checkpoint,
+            journal=RunJournal(GroupCommit(journal, run_blocking=run_inline)) if journal else None,
+            resumption=plan_resumption(state, version, history, settings=buffer, lost_line=lost_line)
+            if history
+            else None,
             rng=random.Random(seed),
         )
 

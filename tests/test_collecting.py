@@ -54,11 +54,17 @@ def collect(environment: FakeEnvironment, *, seconds: float | None = None, **set
     async def main() -> list[Trajectory]:
         buffer = BufferSettings(**{"group_size": 4, "group_deadline_s": 60.0, **settings})
         engine = FakeEngine(_RATES, random.Random(0))
-        started = trio.current_time()
+        started, told = trio.current_time(), list[Trajectory]()
         found = await GroupCollector(environment, buffer).collect(
-            environment.get_item(), engine, group_id=7, on_retry=lambda failed: None
+            environment.get_item(),
+            engine,
+            group_id=7,
+            on_trajectory=told.append,
+            on_retry=lambda failed: None,
         )
         assert seconds is None or trio.current_time() - started == seconds
+        ended = [t for t in found if t.status is not TrajectoryStatus.FAILED_DEADLINE]
+        assert all(t in told for t in ended), "those of later attempts too"
         return found
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -119,6 +119,25 @@ def test_trajectories_of_a_group_are_named_in_order_and_run_at_once(renderer: Ch
     assert [(t.reward, t.num_turns, t.task_id, t.environment) for t in trajectories] == [(1.0, 1, "t", "guess")] * 4
 
 
+class _Keeping(ScriptedSampler):
+    """Knows one episode from before."""
+
+    def __init__(self, renderer: ChatRenderer, known: Trajectory) -> None:
+        super().__init__(renderer, always("yes"))
+        self.known = {known.trajectory_id: known}
+
+    def kept_trajectory(self, trajectory_id: str) -> Trajectory | None:
+        return self.known.get(trajectory_id)
+
+
+def test_an_episode_that_is_known_is_not_run_again(renderer: ChatRenderer) -> None:
+    (first, known, third) = collect(Guess(renderer), ScriptedSampler(renderer, always("yes")), size=3)
+    sampler = _Keeping(renderer, known)
+    trajectories = collect(Guess(renderer), sampler, size=3)
+    assert trajectories[1] is known
+    assert sorted(sampler.prompts) == [first.trajectory_id, third.trajectory_id]
+
+
 def test_what_is_sampled_from_next_extends_what_was_sampled(renderer: ChatRenderer) -> None:
     sampler = ScriptedSampler(renderer, lambda trajectory_id, turn: ["maybe", "yes"][turn])
     (trajectory,) = collect(Guess(renderer), sampler)

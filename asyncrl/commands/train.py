@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl import run_directory
+from asyncrl.buffers import GroupCommit, Journal
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
@@ -33,8 +34,11 @@ from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.processes import open_parts
 from asyncrl.progress import Progress
 from asyncrl.recording import RunRecorder
+from asyncrl.resuming import Resumption, plan_resumption
 from asyncrl.run import Limits, Run
 from asyncrl.run_directory import RunDirectory
+from asyncrl.run_history import opened_journal
+from asyncrl.run_journal import RunJournal
 from asyncrl.serving import listen, serve
 from asyncrl.status import RunStatus
 from asyncrl.tokens import ChatRenderer
@@ -64,6 +68,12 @@ def main(arguments: argparse.Namespace) -> int:
     with (
         closing(listen(config.metrics.host, config.metrics.port, setting="[metrics] port")) as listener,
         run_directory.opened(directory, config),
+        opened_journal(
+            directory.journal,
+            config.journal,
+            run_id=directory.run_id,
+            state=checkpoint.state if checkpoint else {},
+        ) as (journal, history),
     ):
         host, port = listener.getsockname()
         console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
@@ -73,7 +83,16 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.resume:
             version = f"version {checkpoint.version}" if checkpoint else "the start: it has no checkpoint yet"
             console.print(f"resuming from {version}", highlight=False)
-        return trio.run(_train, config, directory, checkpoints, checkpoint, warm_start, listener, console)
+        resumption = plan_resumption(
+            checkpoint.state if checkpoint else {},
+            checkpoint.version if checkpoint else 0,
+            history,
+            settings=config.buffer,
+            lost_line=config.journal.lost_line,
+        )
+        return trio.run(
+            _train, config, directory, checkpoints, checkpoint, warm_start, journal, resumption, listener, console
+        )
 
 
 def _warm_start(config: Config, checkpoint: Checkpoint | None) -> WarmStart | None:
@@ -104,6 +123,8 @@ async def _train(
     checkpoints: CheckpointStore,
     checkpoint: Checkpoint | None,
     warm_start: WarmStart | None,
+    journal: Journal,
+    resumption: Resumption,
     listener: socket.socket,
     console: Console,
 ) -> int:
@@ -128,8 +149,12 @@ async def _train(
                     stop=stop,
                     warm_start=warm_start,
                     resume_from=checkpoint,
+                    journal=RunJournal(GroupCommit(journal)),
+                    resumption=resumption,
                     rng=Random(f"{config.run.seed}/{version}"),
                 )
+                for note in run.notes:
+                    console.print(note, highlight=False, soft_wrap=True)
                 progress.watch(run)
                 recorder.watch(run)
                 registry = CollectorRegistry()
