@@ -89,7 +89,8 @@ class StepOutcome:
     """Of the episode's result, where `done`; None asks `grade` for it."""
     turn_reward: float | None = None
     """What the reply that is answered earned by itself. The episode's reward is that of its result plus those of its
-    turns; `[learner.credit] level = "turn"` tells which turn earned what."""
+    turns; `[learner.credit] level = "turn"` tells which turn earned what. Settings of an environment may say by a
+    property `pays_turns` whether there will be any, so that a run which needs them is refused before it starts."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     status: TrajectoryStatus | None = None
     """Where `done`; None is `completed`, or `truncated_length` where the last reply was cut at its limit."""

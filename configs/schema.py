@@ -122,6 +122,12 @@ class Config:
             raise ConfigError(f"port {self.engine.port} cannot be both [engine]'s and [metrics]'s")
         self._check_warm_start()
         self._check_teacher()
+        pays = getattr(resolve_options(self.environment), "pays_turns", None)
+        if self.learner.credit.level == "turn" and pays is False:
+            raise ConfigError(
+                f"environment {self.environment.name!r} gives no reward per turn with these options "
+                '([environment.options]), which level = "turn" needs; set level = "trajectory" ([learner.credit])'
+            )
         longest = getattr(resolve_options(self.environment), "max_episode_tokens", 0)
         if longest > self.engine.max_model_len:
             raise ConfigError(

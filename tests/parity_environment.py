@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from asyncrl.protocols import SandboxBackend, SandboxLimits
 from asyncrl.rollout import Episode, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -48,3 +49,13 @@ class ParityEnvironment(MultiTurnEnvironment):
             result = await sandbox.exec([*self._sandboxes.python, "-c", _JUDGE], stdin=text.encode())
         reward = float(result.stdout)
         return StepOutcome(done=True, reward=reward, reward_parts={"solved": float(reward > 0.5)})
+
+
+class ParityByTurn(ParityEnvironment):
+    """The same, and each turn is paid for its own odd bytes besides."""
+
+    async def step(self, episode: Episode, text: str) -> StepOutcome:
+        """Answer as before, and pay the reply."""
+        outcome = await super().step(episode, text)
+        said = text.encode()
+        return replace(outcome, turn_reward=sum(byte % 2 for byte in said) / max(1, len(said)))

@@ -90,6 +90,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("run.max_minutes=nan", "max_minutes must be >= 0, got nan"),
         ("environment.name=':X'", "environment ':X'"),
         ("engine.max_model_len=100", "max_episode_tokens = 1024 ([environment.options]) must not exceed"),
+        ("learner.credit.level=turn", "environment 'bugfix' gives no reward per turn with these options"),
+        ("learner.credit.whitn=true", "unknown setting 'whitn' in [learner.credit]; did you mean 'whiten'"),
+        ("learner.credit={overlong_filter=true, overlong_max_length=9, overlong_buffer_length=3}",
+         "exclude each other"),
         ("metrics.port=99999", "port must be between 0 and 65535, got 99999"),
     ],
 )  # fmt: skip
@@ -100,6 +104,11 @@ def test_what_cannot_run_is_refused_by_name(
     error = _refused(capsys, "train", str(config), "--set", f"run.directory={directory}", "--set", setting)
     assert words in error
     assert not directory.exists(), "nothing may be half-started"
+
+
+def test_an_environment_that_pays_turns_is_taken_for_credit_by_turn(config: Path) -> None:
+    settings = ("--set", "learner.credit.level=turn", "--set", "environment.options.turn_weight=0.5")
+    assert main(["check", str(config), *settings]) == 0
 
 
 @pytest.mark.parametrize("learner", ['learner.baseline="none"', 'learner.loss="sft"'])

@@ -159,6 +159,30 @@ def test_a_recipe_trains(
         assert all(math.isfinite(step["loss"]) and step["tokens_trained"] > 0 for step in warm_steps)
 
 
+@pytest.mark.slow
+@pytest.mark.engine
+def test_credit_by_turn_trains_with_all_that_can_be_added_to_it(
+    server: Server, demonstrations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, model = RunDirectory(tmp_path / "run"), server.model_directory
+    more = {
+        "engine.urls": f'["{server.url}"]',
+        "environment.name": '"parity_environment:ParityByTurn"',
+        "learner.credit": '{level="turn", turn_discount=0.9, overlong_max_length=16, overlong_buffer_length=8, '
+        "reward_kl_coef=0.01, whiten=true}",
+        "learner.entropy_target": 20.0,
+    }
+    settings = settings_of("dapo", directory.path, model, demonstrations, **more)
+    assert main(["train", str(RECIPES["dapo"]), *settings]) == 0, capfd.readouterr()
+    steps = check_trained(directory, model, warm_steps=0, bound=load_config(directory.config).buffer.max_off_policyness)
+    assert [step["entropy_coef"] for step in steps] == [0.0, 0.005]
+    for step in steps:
+        assert step["overlong_shaped_share"] > 0  # two turns of at most 8 tokens: most have more than 8
+        assert step["reward_part_turns_mean"] > 0
+        assert math.isfinite(step["reward_kl"])
+        assert 0 <= step["repetition_mean"] < 1
+
+
 def test_the_tables_name_recipes_that_exist() -> None:
     assert set(SHOWS) | set(NEEDS) <= set(RECIPES)
 

@@ -53,6 +53,11 @@ class BugFixSettings(RolloutSettings):
     epochs: int = 0
     """Times that each training function is asked before the tasks are used up; 0 never ends."""
 
+    @property
+    def pays_turns(self) -> bool:
+        """Whether single turns have rewards."""
+        return self.turn_weight > 0
+
     def __post_init__(self) -> None:
         """Raises: ConfigError for a value out of range."""
         RolloutSettings.__post_init__(self)

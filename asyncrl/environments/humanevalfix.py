@@ -39,6 +39,11 @@ class HumanEvalFixSettings(RolloutSettings):
     epochs: int = 0
     """Times that each training task is asked before the tasks are used up; 0 never ends."""
 
+    @property
+    def pays_turns(self) -> bool:
+        """Whether single turns have rewards: they have none."""
+        return False
+
     def __post_init__(self) -> None:
         """Raises: ConfigError for a value out of range."""
         RolloutSettings.__post_init__(self)
