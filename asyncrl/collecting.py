@@ -13,7 +13,6 @@ from typing import Any
 
 import trio
 
-from asyncrl.buffers import BufferSettings
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, Sampler, reports_trajectories
 from asyncrl.rollout import refuse_bad_numbers
@@ -39,18 +38,21 @@ async def collect_from(
 class GroupCollector:
     """Collects groups from one environment."""
 
-    def __init__(self, environment: Environment, settings: BufferSettings) -> None:
+    def __init__(self, environment: Environment, *, deadline_s: float = 0.0, retries: int = 0) -> None:
+        """`deadline_s` is counted from the beginning of `collect`; 0 is none."""
         self._environment = environment
-        self._settings = settings
+        self._deadline_s = deadline_s
+        self._retries = retries
 
     async def collect(
         self,
         task: Task,
         sampler: Sampler,
         *,
-        group_id: int,
-        on_trajectory: Callable[[Trajectory], None],
-        on_retry: Callable[[Sequence[Trajectory]], None],
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None,
+        on_retry: Callable[[Sequence[Trajectory]], None] = lambda failed: None,
     ) -> list[Trajectory]:
         """Return `group_size` trajectories of `task`.
 
@@ -60,7 +62,6 @@ class GroupCollector:
         Late ones have failed (`failed_deadline`), with no reward. Raises: EnvironmentFault where the environment
         returns anything but what it was asked for.
         """
-        settings = self._settings
         trajectories: list[Trajectory] = []
         ended: dict[str, Trajectory] = {}  # of the first attempt, while it runs
 
@@ -71,9 +72,9 @@ class GroupCollector:
             ended[trajectory.trajectory_id] = refuse_bad_numbers(trajectory)
             keep(trajectory)
 
-        with trio.move_on_after(settings.group_deadline_s or math.inf):
-            trajectories += await self._attempt(task, sampler, str(group_id), settings.group_size, note)
-            for attempt in range(1, settings.retries + 1):
+        with trio.move_on_after(self._deadline_s or math.inf):
+            trajectories += await self._attempt(task, sampler, group_id, group_size, note)
+            for attempt in range(1, self._retries + 1):
                 failed = [place for place, trajectory in enumerate(trajectories) if trajectory.reward is None]
                 if not failed:
                     break
@@ -81,7 +82,7 @@ class GroupCollector:
                 on_retry([trajectories[place] for place in failed])
                 for place, trajectory in zip(failed, again, strict=True):
                     trajectories[place] = trajectory
-        return trajectories or self._cut_short(task, group_id, ended)
+        return trajectories or self._cut_short(task, group_id, group_size, ended)
 
     async def _attempt(
         self,
@@ -107,9 +108,10 @@ class GroupCollector:
             )
         return [refuse_bad_numbers(trajectory) for trajectory in collected]
 
-    def _cut_short(self, task: Task, group_id: int, ended: Mapping[str, Trajectory]) -> list[Trajectory]:
+    def _cut_short(
+        self, task: Task, group_id: str, group_size: int, ended: Mapping[str, Trajectory]
+    ) -> list[Trajectory]:
         """Return what had ended, and a failure for each episode that had not."""
-        group_size, deadline_s = self._settings.group_size, self._settings.group_deadline_s
         names = [name for index in range(2 * group_size) if (name := f"{group_id}-{index}") not in ended]
         late = [
             Trajectory(
@@ -119,8 +121,8 @@ class GroupCollector:
                 segments=(),
                 reward=None,
                 status=TrajectoryStatus.FAILED_DEADLINE,
-                seconds=deadline_s,
-                detail=f"it still ran when its group was {deadline_s:g} s old (group_deadline_s)",
+                seconds=self._deadline_s,
+                detail=f"it still ran when its group was {self._deadline_s:g} s old (group_deadline_s)",
             )
             for name in names[: group_size - len(ended)]
         ]

@@ -7,9 +7,9 @@ from statistics import fmean
 
 import trio
 
+from asyncrl.collecting import GroupCollector
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, Sampler
-from asyncrl.rollout import refuse_bad_numbers
 from asyncrl.status import EvaluationResult
 from asyncrl.types import PolicyVersion, Task, Trajectory
 
@@ -24,12 +24,16 @@ async def evaluate(
     samples: int,
     version: PolicyVersion,
     concurrent_tasks: int,
+    deadline_s: float = 0.0,
     on_task: Callable[[int], None] = lambda done: None,
 ) -> EvaluationResult:
     """Return the solve rate over `samples` episodes of each task; `on_task` hears how many tasks are done.
 
+    Episodes of a task that still run `deadline_s` after it began have failed; 0 is no deadline.
+
     Raises: EnvironmentFault when no episode at all carries a reward.
     """
+    collector = GroupCollector(environment, deadline_s=deadline_s)
     limit = trio.CapacityLimiter(concurrent_tasks)
     results: dict[str, Sequence[Trajectory]] = {}
     started = trio.current_time()
@@ -37,8 +41,7 @@ async def evaluate(
     async def one(task: Task) -> None:
         async with limit:
             group_id = f"evaluation-{version}-{task.task_id}"
-            collected = await environment.collect_trajectories(task, sampler, group_id=group_id, group_size=samples)
-            results[task.task_id] = [refuse_bad_numbers(trajectory) for trajectory in collected]
+            results[task.task_id] = await collector.collect(task, sampler, group_id=group_id, group_size=samples)
         on_task(len(results))
 
     async with trio.open_nursery() as nursery:

@@ -75,7 +75,7 @@ class GroupRollouts:
             kept.group_id: OpenGroup(draw=kept.draw, position=kept.position) for kept in resumption.kept
         }
         self._failed_in_a_row = 0
-        self._collector = GroupCollector(environment, settings)
+        self._collector = GroupCollector(environment, deadline_s=settings.group_deadline_s, retries=settings.retries)
         self._replacements = Replacements(settings.max_replacements)
         self.running: dict[int, RunningGroup] = {}
         """group id -> what its episodes do now."""
@@ -144,7 +144,12 @@ class GroupRollouts:
         )
         with self._idle.group():
             trajectories = await self._collector.collect(
-                task, sampler, group_id=group_id, on_trajectory=sampler.keep_nowait, on_retry=count_retry
+                task,
+                sampler,
+                group_id=str(group_id),
+                group_size=self._settings.group_size,
+                on_trajectory=sampler.keep_nowait,
+                on_retry=count_retry,
             )
         del self.running[group_id]
         group = Group(

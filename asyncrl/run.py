@@ -404,6 +404,7 @@ class Run:
                 samples=self._limits.evaluation_samples,
                 version=self.status.version,
                 concurrent_tasks=self._settings.num_slots,
+                deadline_s=self._settings.group_deadline_s,
                 on_task=lambda done: self._phase("evaluating", f"held-out tasks, {done} of {len(tasks)} done"),
             )
             self.status.evaluations.append(result)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from loop_simulation import Simulation, audited
+from loop_simulation import Simulation, audited, simulate
 
 from asyncrl.buffers import RETRIED, BufferSettings
 from asyncrl.collecting import GroupCollector
@@ -50,17 +50,13 @@ class Flaky(FakeEnvironment):
         return replace(trajectory, segments=(), reward=None, status=TrajectoryStatus.FAILED_SANDBOX)
 
 
-def collect(environment: FakeEnvironment, *, seconds: float | None = None, **settings: Any) -> list[Trajectory]:
+def collect(environment: FakeEnvironment, *, seconds: float | None = None, retries: int = 0) -> list[Trajectory]:
     async def main() -> list[Trajectory]:
-        buffer = BufferSettings(**{"group_size": 4, "group_deadline_s": 60.0, **settings})
+        collector = GroupCollector(environment, deadline_s=60.0, retries=retries)
         engine = FakeEngine(_RATES, random.Random(0))
         started, told = trio.current_time(), list[Trajectory]()
-        found = await GroupCollector(environment, buffer).collect(
-            environment.get_item(),
-            engine,
-            group_id=7,
-            on_trajectory=told.append,
-            on_retry=lambda failed: None,
+        found = await collector.collect(
+            environment.get_item(), engine, group_id="7", group_size=4, on_trajectory=told.append
         )
         assert seconds is None or trio.current_time() - started == seconds
         ended = [t for t in found if t.status is not TrajectoryStatus.FAILED_DEADLINE]
@@ -119,6 +115,16 @@ def test_groups_that_are_always_late_end_the_run(tmp_path: Path) -> None:
     assert isinstance(error, EnvironmentFault)
     assert "3 groups in a row had too few episodes that ended in time" in str(error)
     assert "failed_deadline" in str(error)
+
+
+def test_an_evaluation_ends_though_a_worker_never_returns(tmp_path: Path) -> None:
+    buffer = BufferSettings(groups_per_step=2, group_size=4, group_deadline_s=60.0)
+    limits = Limits(steps=1, evaluation_samples=2, evaluate_before=False)
+    simulation = Simulation(tmp_path, buffer=buffer, rates=_RATES, limits=limits)
+    simulation.environment.hanging = {"evaluation-1-held-out-0-1"}.__contains__
+    simulate(simulation)
+    (result,) = simulation.recorder.evaluations
+    assert (result.num_samples, result.num_failed) == (5, 1)
 
 
 def test_failed_episodes_are_started_again_as_often_as_was_asked() -> None:

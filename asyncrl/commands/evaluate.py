@@ -77,6 +77,7 @@ async def _evaluate(config: Config, directory: RunDirectory, samples: int, quiet
                 samples=samples,
                 version=0,
                 concurrent_tasks=max(1, config.engine.max_num_seqs // samples),
+                deadline_s=config.buffer.group_deadline_s,
             )
 
 
