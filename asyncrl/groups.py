@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import trio
 
-from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger
+from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger, Stage
 from asyncrl.collecting import GroupCollector
 from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
@@ -166,12 +166,14 @@ class GroupRollouts:
         """Note a finished group; hand it in, or free its slot, once the journal has it."""
         self._ledger.finish(group)
         self._status.count_group(group)
+        self._status.select(Stage.GENERATED, group.trajectories, self._buffer.version)
         self._on_group(group)
         if isinstance(self._environment, LearnsFromGroups):
             self._environment.observe(group.task, group.trajectories)
         reason = self._reason_to_drop(group)
         if reason:
             self._status.groups_dropped[reason] += 1
+            self._status.select(Stage.DROPPED, group.trajectories, self._buffer.version)
             self._ledger.drop(group.group_id, reason)
             record = GroupDropped(reason=reason, redrawn=False)
             self._journal.append_nowait(Kind.GROUP_DROPPED, record, group_id=group.group_id)

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from asyncrl.buffers import Amount, Statement
+from asyncrl.buffers import Amount, SelectionStatistics, Statement
 from asyncrl.run import Run
 from asyncrl.status import RunStatus
 
@@ -129,6 +129,7 @@ class RunCollector(Collector):
             status.groups_dropped,
         )
         yield from _accounting(self._run.ledger.statement())
+        yield _selection(status.selection)
         self._run.flush_idle()
         for who, seconds in (("learner", status.learner_idle_seconds), ("engine", status.engine_idle_seconds)):
             family = f"asyncrl_{who}_idle_seconds"
@@ -177,6 +178,17 @@ def _accounting(statement: Statement) -> Iterable[Metric]:
                 "reason",
                 {reason: getattr(amount, unit) for reason, amount in statement.dropped.items()},
             )
+
+
+def _selection(selection: SelectionStatistics) -> Metric:
+    family = GaugeMetricFamily(
+        "asyncrl_selection_distance_ratio",
+        "Kolmogorov-Smirnov distance between the episodes trained on, or dropped, and those generated; 0 is no bias.",
+        labels=["environment", "quantity", "stage"],
+    )
+    for labels, distance in selection.distances().items():
+        family.add_metric(labels, distance.distance)
+    return family
 
 
 def _labelled(family: Any, name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -121,6 +121,7 @@ class RunRecorder:
                 "waiting": self._run.explain(),
                 "counters": status.counters() | {"seconds": self._run.seconds},
                 "accounting": self._run.ledger.statement().as_dict(),
+                "selection": status.selection.report(),
                 "last_step": dict(status.last_step),
             },
         )

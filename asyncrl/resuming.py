@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.buffers import LOST, BufferSettings, Ledger, LostLine
+from asyncrl.buffers import LOST, BufferSettings, Ledger, LostLine, Stage
 from asyncrl.protocols import Environment, LearnsFromGroups
 from asyncrl.run_history import Admitted, Attempt, Dropped, Finished, RunHistory, Sampled
 from asyncrl.run_journal import Draw, GroupDropped, KeptWork, Kind, Resumed, RunJournal
@@ -137,13 +137,16 @@ def go_on(
     if plan.is_new:
         return plan
     journal.note_weights(plan.weights, forget_before=plan.version - settings.max_off_policyness)
-    again = replay(plan.history, environment, ledger, status, settings)
+    again = replay(plan.history, environment, ledger, status, settings, version=plan.version)
     resumed = Resumed(version=plan.version, weights=plan.weights.get(plan.version, ""))
     journal.append_nowait(Kind.RESUMED, resumed)
     for group_id in sorted({*plan.dropped, *ledger.open_groups} - {kept.group_id for kept in plan.kept}):
         reason = plan.dropped.get(group_id, LOST)
         journal.append_nowait(Kind.GROUP_DROPPED, GroupDropped(reason=reason, redrawn=True), group_id=group_id)
         drop(group_id, reason, ledger, status)
+        attempt = plan.history.attempts.get(group_id)
+        if attempt is not None and attempt.finished is not None:
+            status.select(Stage.DROPPED, attempt.finished.trajectories, plan.version)
     unrecorded = [Draw(draw_id=plan.next_group_id + i, task=task) for i, task in enumerate(again.unrecorded)]
     return replace(
         plan,
@@ -179,7 +182,13 @@ class Replayed:
 
 
 def replay(
-    history: RunHistory, environment: Environment, ledger: Ledger, status: RunStatus, settings: BufferSettings
+    history: RunHistory,
+    environment: Environment,
+    ledger: Ledger,
+    status: RunStatus,
+    settings: BufferSettings,
+    *,
+    version: PolicyVersion,
 ) -> Replayed:
     """Tell environment, books and counters what happened since the checkpoint, in order."""
     replayed, num_lost = Replayed(), history.num_lost
@@ -195,6 +204,7 @@ def replay(
             case Finished():
                 ledger.finish(event.group)
                 status.count_group(event.group)
+                status.select(Stage.GENERATED, event.group.trajectories, version)
                 if isinstance(environment, LearnsFromGroups):
                     environment.observe(event.group.task, event.group.trajectories)
             case Dropped():

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import trio
 
-from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger
+from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger, Stage
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.errors import StalenessError, WeightSyncError
 from asyncrl.evaluation import evaluate, is_solved
@@ -126,6 +126,7 @@ class Run:
         self.status = status
         if resume_from:
             status.restore(state["counters"])
+            status.selection.restore(state["selection"])
         self.learner_idle = LearnerIdle(status.learner_idle_seconds)
         self.engine_idle = EngineIdle(status.engine_idle_seconds)
         watched = self.engine_idle.watch(parts.sampler)
@@ -272,6 +273,9 @@ class Run:
         self._phase("stepping")
         result = await self._parts.learner.step(groups)
         times["stepped"] = trio.current_time()
+        for group in groups:
+            if group.group_id in fresh:
+                self.status.select(Stage.TRAINED, group.trajectories, self.status.version)
         self.status.count_step(result, staleness, num_groups=len(fresh), num_reused=len(groups) - len(fresh))
         self.ledger.train(fresh)
         reports = await self._sync()
@@ -379,6 +383,7 @@ class Run:
         return {
             "counters": counters,
             "accounting": self.ledger.state(),
+            "selection": self.status.selection.state(),
             "environment": self._parts.environment.state(),
             "warm_start": self._warm_start.state() if self._warm_start else self._warm_start_state,
             "next_group_id": self.gate.next_group_id,

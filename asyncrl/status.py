@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from asyncrl.buffers import EpisodeFigures, SelectionStatistics, Stage
 from asyncrl.protocols import StepResult, SyncReport
-from asyncrl.types import Completion, Group, PolicyVersion
+from asyncrl.types import Completion, Group, PolicyVersion, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class RunStatus:
     """Failed attempts at an episode that another one followed."""
     groups_dropped: Counter[str] = field(default_factory=Counter)
     """reason -> groups that were generated and not trained on."""
+    selection: SelectionStatistics = field(default_factory=SelectionStatistics)
+    """Of the episodes of training: how far what is trained on lies from what was generated."""
     evaluations: list[EvaluationResult] = field(default_factory=list)
     last_step: Mapping[str, float] = field(default_factory=dict)
     last_warm_step: Mapping[str, float] = field(default_factory=dict)
@@ -84,6 +87,22 @@ class RunStatus:
         self.trajectories.update(trajectory.status.value for trajectory in group.trajectories)
         retries = [trajectory.extras.get("retries") for trajectory in group.trajectories]  # as `asyncrl.rollout` notes
         self.episodes_retried += sum(number for number in retries if isinstance(number, int))
+
+    def select(self, stage: Stage, trajectories: Iterable[Trajectory], version: PolicyVersion) -> None:
+        """Count what became of episodes while the newest weights were of `version`.
+
+        One that failed has no tokens to train on, so that it is dropped whatever becomes of its group.
+        """
+        for trajectory in trajectories:
+            failed, oldest = trajectory.reward is None, trajectory.oldest_version
+            figures = EpisodeFigures(
+                tokens=None if failed else trajectory.num_sampled_tokens,
+                reward=trajectory.reward,
+                staleness=None if oldest is None else max(0, version - oldest),
+                seconds=trajectory.seconds,
+            )
+            reached = Stage.DROPPED if failed and stage is Stage.TRAINED else stage
+            self.selection.count(trajectory.environment, reached, figures)
 
     def count_step(self, result: StepResult, staleness: int, *, num_groups: int, num_reused: int = 0) -> None:
         """Count one optimizer step, on so many groups for the first time and so many once more."""

@@ -6,8 +6,11 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
+from loop_simulation import Simulation, simulate
+from prometheus_client import CollectorRegistry
 
 from asyncrl.buffers.selection import (
     Distribution,
@@ -16,6 +19,8 @@ from asyncrl.buffers.selection import (
     Stage,
     ks_distance,
 )
+from asyncrl.metrics import RunCollector
+from asyncrl.run import Limits
 
 
 def _exact(a: Sequence[float], b: Sequence[float]) -> float:
@@ -124,3 +129,28 @@ def test_environments_are_apart_failed_episodes_have_no_reward_and_state_survive
     assert restored.report() == report
     restored.count("b", Stage.GENERATED, _figures(70))
     assert restored.distances()["b", "tokens", Stage.DROPPED].distance == 0.5
+
+
+def test_a_run_counts_what_it_generates_trains_on_and_drops_and_goes_on_counting(tmp_path: Path) -> None:
+    """`seconds` is known of every episode, failed ones too."""
+
+    def counts(simulation: Simulation) -> dict[str, int]:
+        report = simulation.status.selection.report()["fake"]["seconds"]
+        return {stage: figures["count"] for stage, figures in report.items()}
+
+    first = Simulation(tmp_path, limits=Limits(steps=3))
+    first.environment.failing = {"task-1"}.__contains__
+    simulate(first)
+    assert counts(first) == {
+        "generated": sum(first.status.trajectories.values()),
+        "trained": 3 * 4 * 4,
+        "dropped": 4,
+    }
+    assert first.status.selection.distances()["fake", "reward", Stage.TRAINED].distance < 0.5
+    second = simulate(Simulation(tmp_path, limits=Limits(steps=5), resume=True))
+    assert counts(second)["trained"] == 5 * 4 * 4
+    registry = CollectorRegistry()
+    registry.register(RunCollector(second.run))
+    labels = {"environment": "fake", "quantity": "tokens", "stage": "trained"}
+    distance = second.status.selection.distances()["fake", "tokens", Stage.TRAINED].distance
+    assert registry.get_sample_value("asyncrl_selection_distance_ratio", labels) == distance

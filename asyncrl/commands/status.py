@@ -45,7 +45,15 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"  {key}: {value}")
     for unit in ("groups", "trajectories", "tokens") if report["accounting"] else ():
         print(f"  {unit}: {_accounting_line(report['accounting'], unit)}")
+    for environment, quantities in report["selection"].items():
+        print(f"  trained on against generated in {environment}: {_selection_line(quantities)}")
     return 0
+
+
+def _selection_line(quantities: dict[str, Any]) -> str:
+    """Return how far the trained episodes lie from the generated ones, by quantity."""
+    distances = ((name, stages.get("trained", {}).get("ks_distance")) for name, stages in quantities.items())
+    return ", ".join(f"{name} {distance:.2f}" for name, distance in distances if distance is not None) or "nothing yet"
 
 
 def _accounting_line(accounting: dict[str, Any], unit: str) -> str:
@@ -77,6 +85,7 @@ def read_status(directory: RunDirectory) -> dict[str, Any]:
         "age_seconds": time.time() - moment["time"] if moment else None,
         "counters": moment.get("counters", {}),
         "accounting": moment.get("accounting", {}),
+        "selection": moment.get("selection", {}),
         "last_step": steps[-1] if steps else None,
         "summary": summary,
     }
