@@ -227,6 +227,10 @@ def test_length_and_kl_are_credited_by_turn_too() -> None:
     assert rows == [pytest.approx([-0.25] * 6), pytest.approx([0.25] * 2)]
 
 
+def test_nothing_at_all_has_no_turns() -> None:
+    assert select([], settings(level="turn", whiten=True)).batch.num_tokens == 0
+
+
 def test_an_environment_without_rewards_per_turn_is_refused_by_name() -> None:
     group = group_of([1.0, 0.0], segment_of((1, None)), segment_of((1, None)))
     with pytest.raises(ConfigError, match=r"environment 'synthetic' gives no reward per turn.*level = \"trajectory\""):

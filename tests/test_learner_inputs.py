@@ -15,6 +15,7 @@ from test_learner_step import job_for, step
 from tiny_model import build_tiny_model
 
 from asyncrl.errors import EngineError, EnvironmentFault
+from asyncrl.learner.credit_settings import CreditSettings
 from asyncrl.learner.process import Learner
 from asyncrl.types import Group, Logprobs, Trajectory, TurnSpan
 
@@ -87,9 +88,21 @@ def test_a_bad_behaviour_logprob_ends_the_run_where_that_is_asked_for(
     assert unchanged(learner, before)
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "echo"])
-def test_an_empty_batch_is_a_step_that_is_skipped_and_counts(model_path: Path, tmp_path: Path, loss: str) -> None:
-    learner = Learner(job_for(model_path, tmp_path, loss=loss))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss": "grpo"},
+        {"loss": "echo"},
+        {"credit": CreditSettings(overlong_max_length=9, overlong_buffer_length=3, reward_kl_coef=0.1, whiten=True)},
+        {"credit": CreditSettings(overlong_filter=True)},
+        {"entropy_target": 1.0},
+    ],
+)
+def test_an_empty_batch_is_a_step_that_is_skipped_and_counts(
+    model_path: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    learner = Learner(job_for(model_path, tmp_path, **settings))
     before = weights(learner)
     blank = make_segment([1, 2, 3], [])
     for version, groups in enumerate([[], [make_group(0, [blank, blank], [1.0, 0.0])]], start=1):

@@ -14,6 +14,7 @@ from asyncrl.advantages import (
     override,
     process_rewards,
     reference_kl_rewards,
+    spread,
     spread_turns,
     turn_peers,
     turn_returns,
@@ -178,7 +179,8 @@ def _by_trajectory(
     owner_T = torch.repeat_interleave(batch.trajectory_index, batch.cu_seqlens.diff())
     reward_N = reward_N.index_add(0, owner_T, penalty_T)
     advantage_N = group_advantages(reward_N, group_N, baseline=settings.baseline, scale=settings.scale)
-    return torch.where(batch.loss_mask, advantage_N[owner_T], 0.0), _silent(reward_N, group_N, settings)[owner_T]
+    advantage_T = spread(advantage_N[batch.trajectory_index], batch.cu_seqlens, batch.loss_mask)
+    return advantage_T, _silent(reward_N, group_N, settings)[owner_T]
 
 
 def _by_turn(
