@@ -96,7 +96,8 @@ def choose(
             oldest_left = candidate.group_id
     missing = groups_per_step - len(taken)
     helpful = [c.group_id for c in first_uses if not c.finished and may_take(c)]
-    straggler = helpful[0] if taken and 0 < len(helpful) <= missing else None
+    others_ready = any(candidate.finished for candidate in candidates)
+    straggler = helpful[0] if others_ready and 0 < len(helpful) <= missing else None
     return Choice(group_ids=tuple(taken), straggler=straggler)
 
 

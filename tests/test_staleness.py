@@ -356,6 +356,7 @@ def test_the_straggler_is_named_only_where_nobody_else_can_help() -> None:
 
     assert straggler([(4, False), (4, True), (5, True)], 4) == 0  # two are ready, and group 0 must be of this step
     assert straggler([(4, True), (4, False)], 4) == 1  # nothing else is under way
+    assert straggler([(4, False), (4, False), (5, True)], 4) == 0  # no place of this step is for the one that is ready
     assert straggler([(9, True), (9, False), (9, False)], 4) is None  # either of two would do
     assert straggler([(4, False), (4, False)], 4) is None  # nothing is ready: no single group is late
 
