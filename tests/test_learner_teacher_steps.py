@@ -14,7 +14,8 @@ from test_learner_step import job_for, on_policy, policy_logprobs, step
 from test_learner_teachers import told
 from tiny_model import build_tiny_model
 
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.engines import free_port
+from asyncrl.errors import CheckpointError, ConfigError, LearnerError
 from asyncrl.learner.checkpoint import load as load_checkpoint
 from asyncrl.learner.process import Learner
 from asyncrl.learner.settings import PairSettings
@@ -95,11 +96,45 @@ def test_on_policy_distillation_makes_likelier_what_the_teacher_finds_likelier(
 def test_the_policy_learns_from_itself_with_the_answer_in_its_prompt(model_path: Path, tmp_path: Path) -> None:
     settings = TeacherSettings(source="self", divergence="forward_kl")
     learner = Learner(job_for(model_path, tmp_path, loss="distillation", teacher=settings, learning_rate=3e-3))
-    found = metrics_of_steps(learner, told(random_groups(1)), 3)
-    assert found[0]["teacher_divergence"] > 0
-    assert all(m["grad_norm"] > 0 for m in found)
+    groups = told(random_groups(1))
     with pytest.raises(ConfigError, match="needs segments with a prompt for teachers"):
-        step(learner, at_version(random_groups(1), 3))
+        step(learner, random_groups(1))
+    found = metrics_of_steps(learner, groups, 3)
+    assert found[0]["teacher_divergence"] > 0
+    assert found[0]["num_segments_told"] == sum(
+        s.teacher_prompt_token_ids is not None for g in groups for t in g.trajectories for s in t.segments
+    )
+    assert all(m["grad_norm"] > 0 for m in found)
+    untold = step(learner, at_version(random_groups(1), 3)).metrics  # of an environment that has no notes, say
+    assert untold["teacher_divergence"] == pytest.approx(0.0, abs=1e-6)
+    learner.close()
+
+
+def test_a_teacher_that_cannot_be_asked_stops_the_learner_before_its_first_step(
+    model_path: Path, teacher_path: Path, tmp_path: Path
+) -> None:
+    settings = TeacherSettings(source="engine", url=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(LearnerError, match=r"/v1/models does not answer: ConnectError.*\[learner.teacher\]"):
+        Learner(job_for(model_path, tmp_path, loss="opd", teacher=settings))
+    other = build_tiny_model(tmp_path / "other", seed=1, num_layers=1)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"a": 97', '"a": 999', 1))
+    settings = TeacherSettings(source="model", path=other)
+    with pytest.raises(ConfigError, match="has another vocabulary"):
+        Learner(job_for(model_path, tmp_path, loss="opd", teacher=settings))
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_may_ask_the_teacher(
+    model_path: Path, teacher_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def gap(inputs):\n    return (inputs.policy_logprobs - inputs.teacher_logprobs).square()\n"
+    (tmp_path / "own_losses.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = TeacherSettings(source="model", path=teacher_path)
+    learner = Learner(job_for(model_path, tmp_path, loss="own_losses:gap", teacher=settings, learning_rate=3e-3))
+    found = [m["loss"] for m in metrics_of_steps(learner, random_groups(1), 3)]
+    assert found == sorted(found, reverse=True)
     learner.close()
 
 

@@ -31,6 +31,7 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | entropy | exact, of the policy at the trained tokens |
 | mismatch_* | engine against learner at staleness 0 |
 | teacher_divergence, divergence_clipped_frac | of a teacher, over the trained tokens, as cut; share of tokens cut |
+| num_segments_told | segments that a teacher reads behind a prompt of its own |
 | num_pairs, num_unpaired_trajectories, num_groups_without_pair | of a preference loss |
 | value_loss | of a critic, over the states: half a squared error, or a cross-entropy in nats ("yes_no") |
 | value_mean, return_mean | over the states, before the update; rescaled to 0 to 1 by "yes_no" |
@@ -85,6 +86,8 @@ def describe(selection: Selection) -> dict[str, float]:
         "num_failed_trajectories": selection.num_failed,
         **selection.metrics,
     }
+    if batch.teacher_prompts is not None:
+        metrics["num_segments_told"] = float(batch.teacher_prompts.given.sum())
     if selection.trajectories:
         rewards = torch.tensor([t.reward for t in selection.trajectories], dtype=torch.float64)
         metrics["reward_mean"] = float(rewards.mean())

@@ -51,6 +51,7 @@ class Teachers:
         self.teacher = teacher
         self.reference = reference
         self._average = average
+        self._told = False
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """Return [T] nats of the trained tokens under the reference, 0.0 for others. Raises: LearnerError."""
@@ -61,10 +62,16 @@ class Teachers:
         """Return what they find of `batch` under the present weights; `reference` [T] where it is known already.
 
         Raises: LearnerError where a server fails; ConfigError where the policy would be its own teacher and nobody has
-        told it anything.
+        told it anything yet.
         """
         if self._average is not None:
             self._average.begin()
+        self._told |= batch.teacher_prompts is not None
+        if isinstance(self.teacher, Replica) and self.teacher.model is self.policy and not self._told:
+            raise ConfigError(
+                "source = 'self' with ema_rate = 0 needs segments with a prompt for teachers: the policy alone has "
+                "nothing to teach itself; set teacher_prompts ([environment.options]), or ema_rate ([learner.teacher])"
+            )
         if reference is None and self.reference is not None:
             reference = self.reference_logprobs(batch)
         return Readings(self, batch, reference)
@@ -102,11 +109,6 @@ class Readings:
             self._per_token["reference_logprobs"] = reference
         if teacher is None:
             return
-        if isinstance(teacher, Replica) and teacher.model is teachers.policy and batch.teacher_prompts is None:
-            raise ConfigError(
-                "source = 'self' with ema_rate = 0 needs segments with a prompt for teachers: the policy alone has "
-                "nothing to teach itself; set teacher_prompts ([environment.options]), or ema_rate ([learner.teacher])"
-            )
         self._read = teacher_rows(batch)
         if loss.advantage == "teacher" or loss.objective == "custom":
             found = teacher.logprobs(self._read.rows)
