@@ -36,10 +36,11 @@ class Simulation:
         journal: Journal | None = None,
         history: RunHistory | None = None,
         lost_line: LostLine = LostLine.REDRAW,
+        checkpoints: CheckpointStore | None = None,
     ) -> None:
         rates = rates or Rates()
         buffer = buffer or BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=4)
-        self.checkpoints = CheckpointStore(directory, keep=2)
+        self.checkpoints = checkpoints or CheckpointStore(directory, keep=2)
         checkpoint = self.checkpoints.newest() if resume else None
         state, version = (checkpoint.state, checkpoint.version) if checkpoint else ({}, 0)
         self.engine = FakeEngine(rates, random.Random(seed), version=version)

@@ -18,7 +18,7 @@ from loop_simulation import Simulation, simulate
 
 from asyncrl.buffers import LOST, Amount, BufferSettings, Journal, JournalSettings, LostLine, Record, read_journal
 from asyncrl.buffers.journal import list_files
-from asyncrl.checkpoint import CheckpointStore
+from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.curriculum import Curriculum, CurriculumSettings, TaskOrder
 from asyncrl.errors import leaves
 from asyncrl.resuming import LOST_LINE, plan_resumption
@@ -366,6 +366,27 @@ def test_the_journal_is_freed_of_what_no_checkpoint_needs(tmp_path: Path) -> Non
     history = read_history(tmp_path / "journal", run_id="test", state=checkpoint.state)
     assert history.damage == []
     assert len(plan_resumption(checkpoint.state, 20, history, settings=_BUFFERS["n=1"]).kept) > 0
+
+
+class _KilledAfterSaving(CheckpointStore):
+    def commit(self, partial: Path, version: int, state: Mapping[str, Any]) -> Checkpoint:
+        super().commit(partial, version, state)
+        raise Killed
+
+
+def test_all_that_a_checkpoint_knows_of_is_on_disk_before_it(tmp_path: Path) -> None:
+    """Kills: a checkpoint that is written while records wait for the disk."""
+    store = _KilledAfterSaving(tmp_path / "checkpoints", keep=2)
+    for number in range(3):
+        with opened(tmp_path, seed=number, checkpoints=store, checkpoint_every_steps=1) as simulation:
+            assert not any("it ends before position" in note for note in simulation.run.notes)
+            with pytest.raises(BaseExceptionGroup):
+                simulate(simulation)
+    checkpoint = store.newest()
+    assert checkpoint is not None
+    assert checkpoint.version == 3
+    history = read_history(tmp_path / "journal", run_id="test", state=checkpoint.state)
+    assert history.damage == []
 
 
 def test_a_journal_that_is_gone_is_said_and_its_tasks_are_drawn_again(tmp_path: Path) -> None:
