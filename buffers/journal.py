@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from asyncrl.buffers.journal_format import (
     FILE_HEADER_BYTES,
-    MAX_PAYLOAD_BYTES,
     MAX_RUN_ID_BYTES,
+    RECORD_HEADER_BYTES,
     Damage,
     DamageKind,
     Record,
@@ -33,6 +33,7 @@ from asyncrl.buffers.journal_format import (
 from asyncrl.buffers.journal_settings import Fsync
 from asyncrl.errors import JournalError
 
+_MAX_PARTS = 1024  # IOV_MAX of Linux
 DEFAULT_FILE_BYTES = 64 * 2**20  # smaller frees disk space earlier; each costs two syncs and a directory entry
 
 
@@ -87,14 +88,15 @@ class Journal:
         self._broken: OSError | None = None
         self._unsynced = True  # what an earlier writer left may still be on its way to the disk
         self._num_syncs = 0
-        self._num_bytes: dict[Path, int] = {}
+        self._num_bytes: dict[Path, int] = {}  # of the present file, as it was opened; `_end` is what it has now
         self.cut: Damage | None = None
         """The torn record that opening removed, for the log."""
         with ExitStack() as stack:
             self._lock = _locked(directory)
             stack.callback(os.close, self._lock)
-            with _named(directory, "open"):
+            with _opening(directory):
                 self._path, self._file, self._next = self._open_last(at_least)
+                self._end = self._num_bytes[self._path]
             stack.callback(os.close, self._file)
             self._durable = first_position(self._path)
             self.flush()
@@ -107,7 +109,17 @@ class Journal:
 
     def append(self, kind: int, payload: bytes) -> int:
         """Write a record; return its position once the policy's promise holds. Raises: JournalError."""
-        return self.append_all([(kind, payload)])[0]
+        position, num_bytes = self._next, RECORD_HEADER_BYTES + len(payload)
+        try:
+            self._check()
+            self._make_room(num_bytes)
+            header = pack_record(kind, payload, position=position, offset=self._end, key=self._key)
+            self._write_parts((header, payload), num_bytes, 1)
+            if self._fsync is Fsync.ALWAYS:
+                self._sync()
+        except OSError as error:
+            raise self._refused("write", error) from error
+        return position
 
     def append_all(self, records: Sequence[tuple[int, bytes]]) -> Sequence[int]:
         """Write records, with one sync for all where the policy is `always`; return their positions.
@@ -115,22 +127,25 @@ class Journal:
         Raises: JournalError when the disk refuses. What was written before stays readable; after a full disk, appending
         may be tried again.
         """
-        first = self._next
-        with _named(self._path, "write", durable=lambda: self._durable):
+        first, done = self._next, 0
+        try:
             self._check()
-            index = 0
-            while index < len(records):
-                index = self._write_chunk(records, index)
+            while done < len(records):
+                done += self._write_chunk(records[done:] if done else records)
             if self._fsync is Fsync.ALWAYS:
                 self._sync()
+        except OSError as error:
+            raise self._refused("write", error) from error
         return range(first, self._next)
 
     def flush(self) -> None:
         """Return once every record survives a power failure; with `never`, do nothing. Raises: JournalError."""
         if self._fsync is not Fsync.NEVER:
-            with _named(self._path, "sync", durable=lambda: self._durable):
+            try:
                 self._check()
                 self._sync()
+            except OSError as error:
+                raise self._refused("sync", error) from error
 
     def release(self, before_position: int) -> int:
         """Delete the files that hold only records before a position; return the bytes that were freed."""
@@ -147,7 +162,7 @@ class Journal:
         """Return what lies on disk."""
         return JournalStatistics(
             num_files=len(self._num_bytes),
-            num_bytes=sum(self._num_bytes.values()),
+            num_bytes=sum(self._num_bytes.values()) - self._num_bytes[self._path] + self._end,
             next_position=self._next,
             durable_position=self._durable,
             num_syncs=self._num_syncs,
@@ -218,40 +233,47 @@ class Journal:
         self._num_bytes[path] = len(header)
         return path, descriptor, position
 
-    def _write_chunk(self, records: Sequence[tuple[int, bytes]], index: int) -> int:
-        """Write as many records as the present file takes, at least one; return the index of the next."""
-        offset = self._num_bytes[self._path]
-        if offset > FILE_HEADER_BYTES and offset + len(records[index][1]) > self._file_bytes:
-            self._rotate()
-            offset = self._num_bytes[self._path]
-        end, position, parts = offset, self._next, list[bytes]()
-        for kind, payload in records[index:]:
-            assert len(payload) <= MAX_PAYLOAD_BYTES
-            if parts and end + len(payload) > self._file_bytes:
+    def _write_chunk(self, records: Sequence[tuple[int, bytes]]) -> int:
+        """Write as many records as the present file takes, at least one; return how many."""
+        self._make_room(RECORD_HEADER_BYTES + len(records[0][1]))
+        end, parts = self._end, list[bytes]()
+        for position, (kind, payload) in enumerate(records[: _MAX_PARTS // 2], start=self._next):
+            if parts and end + RECORD_HEADER_BYTES + len(payload) > self._file_bytes:
                 break
             parts += (pack_record(kind, payload, position=position, offset=end, key=self._key), payload)
-            end += len(parts[-2]) + len(payload)
-            position += 1
+            end += RECORD_HEADER_BYTES + len(payload)
+        self._write_parts(parts, end - self._end, len(parts) // 2)
+        return len(parts) // 2
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Begin a new file where the present one has records and not so many bytes left."""
+        if self._end + num_bytes > self._file_bytes and self._end > FILE_HEADER_BYTES:
+            self._rotate()
+
+    def _write_parts(self, parts: Sequence[bytes], num_bytes: int, num_records: int) -> None:
         try:
-            _write(self._file, b"".join(parts))
+            written = os.writev(self._file, parts)
+            if written < num_bytes:  # the disk is full, or a signal came
+                _write(self._file, b"".join(parts)[written:])
         except OSError as error:
-            self._take_back(offset, error)
+            self._take_back(error)
             raise
         self._unsynced = True
-        self._num_bytes[self._path], self._next = end, position
-        return index + len(parts) // 2
+        self._end += num_bytes
+        self._next += num_records
 
     def _rotate(self) -> None:
         if self._fsync is not Fsync.NEVER:
             self._sync()
         path, descriptor, _ = self._create(self._next)
         os.close(self._file)
-        self._path, self._file = path, descriptor
+        self._num_bytes[self._path] = self._end
+        self._path, self._file, self._end = path, descriptor, FILE_HEADER_BYTES
 
-    def _take_back(self, offset: int, cause: OSError) -> None:
+    def _take_back(self, cause: OSError) -> None:
         """Remove what a failed write left behind; where even that fails, nothing more may be written."""
         try:
-            os.ftruncate(self._file, offset)
+            os.ftruncate(self._file, self._end)
         except OSError:
             self._broken = cause
 
@@ -270,6 +292,11 @@ class Journal:
     def _check(self) -> None:
         if self._broken is not None:
             raise self._broken
+
+    def _refused(self, verb: str, error: OSError) -> JournalError:
+        return _refusal(
+            self._path, verb, error, f"; records before position {self._durable} are on disk and stay readable"
+        )
 
 
 def read_journal(directory: Path, *, run_id: str, from_position: int = 0) -> Iterator[Record | Damage]:
@@ -337,7 +364,7 @@ def _hole(path: Path, expected: int, found: int) -> Damage:
 
 def _locked(directory: Path) -> int:
     """Return a descriptor that keeps other writers out; the kernel drops the lock with this process."""
-    with _named(directory, "open"):
+    with _opening(directory):
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -349,14 +376,16 @@ def _locked(directory: Path) -> int:
 
 
 @contextmanager
-def _named(path: Path, verb: str, durable: Callable[[], int] | None = None) -> Iterator[None]:
-    """Turn what the disk refuses into a JournalError that says what, where and what is safe."""
+def _opening(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        safe = "" if durable is None else f"; records before position {durable()} are on disk and stay readable"
-        hint = " (the disk is full: free some space)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise JournalError(f"cannot {verb} the journal {path}: {error.strerror}{hint}{safe}") from error
+        raise _refusal(directory, "open", error) from error
+
+
+def _refusal(path: Path, verb: str, error: OSError, safe: str = "") -> JournalError:
+    hint = " (the disk is full: free some space)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return JournalError(f"cannot {verb} the journal {path}: {error.strerror}{hint}{safe}")
 
 
 def _truncate(path: Path, num_bytes: int) -> None:

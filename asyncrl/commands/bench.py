@@ -2,6 +2,7 @@
 
 asyncrl bench step --json step.json       seconds per optimizer step against TRL's GRPOTrainer
 asyncrl bench step --without-trl
+asyncrl bench buffer --json buffer.json   what buffer and journal cost, against plain writes to the same disk
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from asyncrl.bench.buffer import bench_buffer
 from asyncrl.bench.step import bench_step
 from asyncrl.errors import ConfigError
 
@@ -27,6 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--without-trl", action="store_true", help="time asyncrl alone")
     step.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     step.set_defaults(command=_step)
+    buffer = benches.add_parser("buffer", help="buffer and journal: insertions, takes, bytes, appends, resuming")
+    buffer.add_argument(
+        "--trajectories",
+        type=int,
+        nargs="+",
+        default=[10**4, 10**5, 10**6],
+        metavar="N",
+        help="sizes of the buffer (default: 10000 100000 1000000; beyond half the memory, token arrays are shared)",
+    )
+    buffer.add_argument("--megabytes", type=int, default=128, help="written per round (default: 128)")
+    buffer.add_argument("--always-records", type=int, default=200, help="synced one by one (default: 200)")
+    buffer.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure (default: here)")
+    buffer.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    buffer.set_defaults(command=_buffer)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -37,8 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _step(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps must be >= 1, got {arguments.steps}")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise ConfigError(f"--json: there is no directory {arguments.json.parent}")
+    _check_json(arguments.json)
     report = bench_step(arguments.config, arguments.set, steps=arguments.steps, with_trl=not arguments.without_trl)
     for name in ("asyncrl", "trl"):
         if name in report:
@@ -51,6 +66,42 @@ def _step(arguments: argparse.Namespace) -> int:
         print(f"asyncrl is {report['ratio']:.1f} times faster a step, {report['ratio_per_token']:.1f} times a token")
     _write(arguments.json, report)
     return 0
+
+
+def _buffer(arguments: argparse.Namespace) -> int:
+    least = {"trajectories": min(arguments.trajectories), "megabytes": arguments.megabytes}
+    for name, found in {**least, "always-records": arguments.always_records}.items():
+        lowest = 16 if name == "trajectories" else 1
+        if found < lowest:
+            raise ConfigError(f"--{name} must be >= {lowest}, got {found}")
+    _check_json(arguments.json)
+    if not arguments.directory.is_dir():
+        raise ConfigError(f"--directory: there is no directory {arguments.directory}")
+    report = bench_buffer(
+        arguments.trajectories,
+        arguments.directory,
+        megabytes=arguments.megabytes,
+        always_records=arguments.always_records,
+    )
+    for cost in report["buffer"]:
+        memory = f", {cost['bytes_per_token']:.1f} bytes a token" if cost["bytes_per_token"] else ", shared arrays"
+        print(
+            f"buffer of {cost['trajectories']} trajectories: {cost['insertions_per_second']:.0f} insertions and "
+            f"{cost['takes_per_second']:.0f} takes a second{memory}"
+        )
+    for cost in report["journal"]:
+        print(
+            f"journal, fsync {cost['fsync']}: {cost['megabytes_per_second']:.0f} MB/s, {cost['ratio']:.2f} of plain "
+            f"writes of the same bytes"
+        )
+    print(f"resuming reads 1 GiB of journal in {report['resume']['seconds_per_gib']:.1f} s")
+    _write(arguments.json, report)
+    return 0
+
+
+def _check_json(path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"--json: there is no directory {path.parent}")
 
 
 def _write(path: Path | None, report: dict[str, Any]) -> None:
