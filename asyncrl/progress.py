@@ -1,13 +1,15 @@
 """What a person sees while a run goes: a live table on a terminal, plain lines in a log file.
 
-rich draws (and refreshes from its own thread); curses was rejected because it takes the whole screen.
+rich draws, and a task refreshes: the clocks that are shown are trio's, which a thread of rich's own may not ask.
+curses was rejected because it takes the whole screen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
+import trio
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -41,6 +43,7 @@ _WARM_START_COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("time", "seconds", "{:.0f} s"),
 )
 _SHOWN_STEPS = 8
+_REFRESH_S = 0.25  # the seconds that are shown tick; more often costs the cores that generate
 
 
 class Progress:
@@ -56,14 +59,18 @@ class Progress:
         self.note = "starting"
         """What is going on besides the run's steps; empty for nothing."""
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def shown(self) -> AsyncIterator[None]:
         """Show the live table while inside, where the console is a terminal."""
         if not self._console.is_terminal:
             yield
             return
-        with Live(get_renderable=self._render, console=self._console, refresh_per_second=4):
-            yield
+        with Live(get_renderable=self._render, console=self._console, auto_refresh=False) as live:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_refresh, live)
+                yield
+                nursery.cancel_scope.cancel()
+            live.refresh()
 
     def watch(self, run: Run) -> None:
         """Show this run's moment from now on."""
@@ -113,6 +120,12 @@ class Progress:
         else:
             table = _table(title, self._rows, _COLUMNS)
         return Group(table, Text(moment(self._run)), *([Text(self.note)] if self.note else []))
+
+
+async def _refresh(live: Live) -> None:
+    while True:
+        live.refresh()
+        await trio.sleep(_REFRESH_S)
 
 
 def _table(title: str, rows: Sequence[Mapping[str, float]], columns: Sequence[tuple[str, str, str]]) -> Table:

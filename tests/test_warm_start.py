@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from rich.console import Console
 
 from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.demonstrations import Demonstrations
 from asyncrl.errors import ConfigError, LearnerError, leaves
+from asyncrl.metrics import RunCollector
+from asyncrl.progress import Progress
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.status import RunStatus
 from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, MemoryRecorder, Rates
@@ -248,3 +252,35 @@ def test_its_last_step_is_saved_whatever_the_distance_to_the_last_checkpoint(tmp
     resumed = Warmed(tmp_path, limits=Limits(steps=4), resume=True).train()
     assert resumed.learner.demonstrated == []
     assert resumed.run.status.version == 10
+
+
+def test_a_terminal_shows_the_steps_and_a_scrape_the_phase(tmp_path: Path) -> None:
+    warmed = Warmed(tmp_path, limits=Limits(steps=0))
+    output = io.StringIO()
+    progress = Progress(Console(file=output, force_terminal=True, width=160), title="shown", max_steps=0)
+    progress.watch(warmed.run)
+
+    async def main() -> None:
+        async with progress.shown():
+            await warmed.run.train()
+            for record in warmed.recorder.warm_steps:
+                progress.warm_step(record)
+            await trio.sleep(10.0)
+        warmed.run.status.phase = "warm start"
+        samples.update(
+            ((sample.name, sample.labels.get("phase", "")), sample.value)
+            for family in RunCollector(warmed.run).collect()
+            for sample in family.samples
+        )
+
+    samples: dict[tuple[str, str], float] = {}
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    said = output.getvalue()
+    assert "Traceback" not in said
+    assert "warm start: step 6 of 6" in said, "it is drawn again while it goes"
+    assert "shown, warm start" in said
+    assert "held-out perplexity" in said
+    assert samples["asyncrl_phase", "warm start"] == 1
+    assert samples["asyncrl_warm_start_steps_total", ""] == 6
+    assert samples["asyncrl_warm_start_tokens_total", ""] == 48
+    assert samples["asyncrl_warm_start_loss_nats", ""] > 0

@@ -64,21 +64,21 @@ def main(arguments: argparse.Namespace) -> int:
 async def _evaluate(config: Config, directory: RunDirectory, samples: int, quiet: bool) -> EvaluationResult:
     progress = Progress(Console(stderr=True, quiet=quiet), title="evaluation", max_steps=0)
     renderer = ChatRenderer.load(config.model.path)
-    with progress.shown():
-        async with open_evaluation(config, directory, renderer, config.model.path, progress.say) as (tasks, sampler):
-            held_out = tasks.held_out()
-            if not held_out:
-                raise ConfigError(f"environment {config.environment.name!r} has no held-out tasks ([environment])")
-            progress.say(f"{len(held_out)} tasks, {samples} episodes each")
-            return await evaluate(
-                tasks,
-                sampler,
-                held_out,
-                samples=samples,
-                version=0,
-                concurrent_tasks=max(1, config.engine.max_num_seqs // samples),
-                deadline_s=config.buffer.group_deadline_s,
-            )
+    opening = open_evaluation(config, directory, renderer, config.model.path, progress.say)
+    async with progress.shown(), opening as (tasks, sampler):
+        held_out = tasks.held_out()
+        if not held_out:
+            raise ConfigError(f"environment {config.environment.name!r} has no held-out tasks ([environment])")
+        progress.say(f"{len(held_out)} tasks, {samples} episodes each")
+        return await evaluate(
+            tasks,
+            sampler,
+            held_out,
+            samples=samples,
+            version=0,
+            concurrent_tasks=max(1, config.engine.max_num_seqs // samples),
+            deadline_s=config.buffer.group_deadline_s,
+        )
 
 
 def _print(result: EvaluationResult) -> None:

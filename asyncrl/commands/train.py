@@ -134,9 +134,10 @@ async def _train(
     renderer = ChatRenderer.load(config.model.path)
     summary = None
     async with trio.open_nursery() as beside:  # outlives the parts, so that signals are heard while they end
-        with progress.shown(), trio.CancelScope() as scope:
+        with trio.CancelScope() as scope:
             beside.start_soon(_listen_for_signals, stop, scope, progress)
-            async with open_parts(config, directory, renderer, checkpoint, progress.say) as parts:
+            opening = open_parts(config, directory, renderer, checkpoint, progress.say)
+            async with progress.shown(), opening as parts:
                 version = checkpoint.version if checkpoint else 0
                 recorder = RunRecorder(directory, progress, renderer.decode, version=version)
                 run = Run(
