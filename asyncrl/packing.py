@@ -25,7 +25,7 @@ from asyncrl.types import PolicyVersion, Segment
 
 _QUERY_BLOCK = 128  # queries a row; longer rows waste the upper triangle, shorter ones repeat more gathers
 _PADDING_ALLOWANCE = 1.25  # rows share a block while padded score elements stay below this multiple of the real ones
-_BLOCK_ELEMENTS = 1 << 19  # score elements a head and block; bounds the memory of one attention block
+_BLOCK_ELEMENTS = 1 << 17  # score elements a head and block: with 9 heads 4.5 MiB, about what two cores cache close by
 
 _Record = TypeVar("_Record", "Batch", "AttentionBlock", "Microbatch")
 
@@ -234,6 +234,9 @@ class AttentionBlock:
     hidden: torch.Tensor
     """[R, L, K] bool; True where the query may not see the key."""
     num_rows: int
+    """R."""
+    num_open: int
+    """Keys, from the first of each row, that every query of the block sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,6 +421,7 @@ def _attention_block(rows: list[tuple[int, int, int]], slots: dict[int, np.ndarr
         key_index=torch.from_numpy(key_index.reshape(-1)),
         hidden=torch.from_numpy(hidden),
         num_rows=len(rows),
+        num_open=int(starts.min()) + 1,
     )
 
 

@@ -98,6 +98,14 @@ def test_every_token_sees_exactly_its_own_past(seed: int, share: bool) -> None:
         assert paths == wanted
 
 
+def test_open_keys_are_those_that_every_query_of_a_block_sees() -> None:
+    for microbatch in split(random_batch(3, num_groups=3, prompt_tokens=140), max_tokens=10_000):
+        for block in microbatch.blocks:
+            seen_by_all = (~block.hidden).all(0).all(0)
+            assert seen_by_all[: block.num_open].all()
+            assert block.num_open == int(seen_by_all.sum())
+
+
 @pytest.mark.parametrize("observations", [True, False])
 def test_each_scored_token_is_predicted_from_the_token_before_it(observations: bool) -> None:
     batch = random_batch(7, num_groups=3)

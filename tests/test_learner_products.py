@@ -1,0 +1,84 @@
+"""What the learner computes in a way of its own, to be fast: products, norms and attention, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from synthetic_groups import random_groups
+
+from asyncrl.learner.attention import tree_attention
+from asyncrl.learner.credit import select
+from asyncrl.learner.products import bfloat16_products, has_fast_bfloat16
+from asyncrl.learner.settings import LearnerSettings
+from asyncrl.packing import Microbatch, split
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def test_products_of_bfloat16_numbers_keep_float32_accuracy() -> None:
+    left, right = (random(512, 576, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+    wanted = left.double() @ right.double().T
+    with bfloat16_products(torch.bfloat16):
+        found = left.float() @ right.float().T
+    assert (found - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert ((left @ right.T) - wanted).abs().max() > 1e-3 * wanted.abs().max()
+
+
+@pytest.mark.skipif(not has_fast_bfloat16(), reason="needs a CPU that multiplies bfloat16 in tiles")
+def test_only_a_bfloat16_model_switches_and_the_setting_is_put_back() -> None:
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    left = random(256, 256, dtype=torch.float32)
+    exact = left @ left
+    for dtype in (torch.float32, torch.float64):
+        with bfloat16_products(dtype):
+            assert torch.equal(left @ left, exact)
+    with bfloat16_products(torch.bfloat16):
+        assert settings.fp32_precision == "bf16"
+        assert not torch.equal(left @ left, exact)
+    with pytest.raises(RuntimeError), bfloat16_products(torch.bfloat16):
+        left @ left[1:]
+    assert settings.fp32_precision == before
+    assert torch.equal(left @ left, exact)
+
+
+def microbatch() -> Microbatch:
+    batch = select(random_groups(3, num_groups=2, prompt_tokens=150), LearnerSettings()).batch
+    return split(batch, max_tokens=1000)[0]
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Microbatch, scaling: float
+) -> torch.Tensor:
+    """softmax(q k^T scaling) v over each slot's own past, from the blocks' indices, with whole scores."""
+    slots = q.shape[2]
+    sees = torch.zeros(slots, slots, dtype=torch.bool)
+    for block in where.blocks:
+        _, queries, keys = block.hidden.shape
+        for place, slot in zip(block.result_index.tolist(), block.slot_index.tolist(), strict=True):
+            row, query = divmod(place, queries)
+            sees[slot, block.key_index.view(-1, keys)[row][~block.hidden[row, query]]] = True
+    heads = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
+    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~sees, float("-inf"))
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("scaling", [0.125, 0.3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.006)])
+def test_attention_is_the_dense_one_whatever_the_scale(dtype: torch.dtype, tolerance: float, scaling: float) -> None:
+    """In bfloat16 the tolerance, on the norm of all entries, is 1.5 times the rounding of the results themselves."""
+    where = microbatch()
+    given = [random(1, heads, where.num_slots, 16, seed=heads, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    result, _ = tree_attention(torch.nn.Module(), *given, None, scaling=scaling, blocks=where.blocks)
+    wanted = dense_attention(*exact, where, scaling)
+    result.backward(result.detach())
+    wanted.backward(result.detach().double())
+    pairs = [(result, wanted), *zip([t.grad for t in given], [t.grad for t in exact], strict=True)]
+    for found, exactly in pairs:
+        assert found is not None
+        assert exactly is not None
+        assert (found - exactly).norm() < tolerance * exactly.norm()
