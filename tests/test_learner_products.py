@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from synthetic_groups import random_groups
+from tiny_model import build_tiny_model
 
+from asyncrl.learner import norm
 from asyncrl.learner.attention import tree_attention
 from asyncrl.learner.credit import select
+from asyncrl.learner.head import logprobs_and_entropy
+from asyncrl.learner.model import load_model
 from asyncrl.learner.products import bfloat16_products, has_fast_bfloat16
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.packing import Microbatch, split
@@ -42,6 +48,25 @@ def test_only_a_bfloat16_model_switches_and_the_setting_is_put_back() -> None:
         left @ left[1:]
     assert settings.fp32_precision == before
     assert torch.equal(left @ left, exact)
+
+
+def test_the_heads_gradient_in_bfloat16_is_exact_but_for_its_own_rounding() -> None:
+    """Logits of up to 40, whose rounding to bfloat16 would move a probability and the gradient by per cents."""
+    hidden = random(96, 64, dtype=torch.bfloat16).requires_grad_()
+    weight = random(1500, 64, seed=1, dtype=torch.bfloat16).requires_grad_()
+    target = torch.arange(96) * 15
+    scale = random(96, seed=2)
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, target)
+    (logprobs * scale + 0.1 * entropy * scale).sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    wanted = torch.log_softmax(exact[0] @ exact[1].T, -1)
+    wanted_entropy = -(wanted.exp() * wanted).sum(-1)
+    (wanted.gather(1, target[:, None])[:, 0] * scale + 0.1 * wanted_entropy * scale).sum().backward()
+    assert (logprobs - wanted.gather(1, target[:, None])[:, 0]).abs().max() < 2e-5
+    for found, exactly in zip((hidden, weight), exact, strict=True):
+        assert found.grad is not None
+        assert exactly.grad is not None
+        assert (found.grad - exactly.grad).norm() < 0.006 * exactly.grad.norm()
 
 
 def microbatch() -> Microbatch:
@@ -82,3 +107,50 @@ def test_attention_is_the_dense_one_whatever_the_scale(dtype: torch.dtype, toler
         assert found is not None
         assert exactly is not None
         assert (found - exactly).norm() < tolerance * exactly.norm()
+
+
+def test_the_norm_passes_gradcheck_and_is_torchs_own() -> None:
+    ours = norm.RMSNorm(torch.nn.Parameter(random(7)), 0.1)
+    rows = random(2, 3, 7, seed=1).requires_grad_()
+    torch.testing.assert_close(ours(rows), torch.nn.functional.rms_norm(rows, (7,), ours.weight, 0.1))
+    assert torch.autograd.gradcheck(lambda x, w: norm.RMSNorm(w, 0.1)(x), (rows, ours.weight))
+
+
+def test_the_norm_in_bfloat16_rounds_its_results_only() -> None:
+    ours = norm.RMSNorm(torch.nn.Parameter(random(64, dtype=torch.bfloat16)), 1e-5)
+    rows = random(1300, 64, seed=1, dtype=torch.bfloat16).requires_grad_()
+    exact = rows.detach().double().requires_grad_()
+    weight = ours.weight.detach().double().requires_grad_()
+    wanted = torch.nn.functional.rms_norm(exact, (64,), weight, 1e-5)
+    ours(rows).backward(rows.detach().flip(0))
+    wanted.backward(rows.detach().flip(0).double())
+    torch.testing.assert_close(ours(rows).double(), wanted, rtol=2**-8, atol=1e-30)
+    assert rows.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(rows.grad.double(), exact.grad, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(ours.weight.grad.double(), weight.grad, rtol=2**-8, atol=1e-4)  # type: ignore[union-attr]
+
+
+class CentredRMSNorm(torch.nn.Module):
+    """Named as one, and subtracts the mean first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.variance_epsilon = 1e-5
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden - hidden.mean(-1, keepdim=True), (8,), self.weight, 1e-5)
+
+
+@pytest.mark.slow
+def test_norms_are_replaced_in_bfloat16_under_their_names_and_foreign_ones_are_left(tmp_path: Path) -> None:
+    directory = build_tiny_model(tmp_path, dtype=torch.bfloat16)
+    device = torch.device("cpu")
+    names = load_model(directory, dtype=torch.float32, device=device).tensors().keys()
+    model = load_model(directory, dtype=torch.bfloat16, device=device)
+    assert model.tensors().keys() == names
+    assert sum(isinstance(module, norm.RMSNorm) for module in model.model.modules()) == 5
+    wide = load_model(directory, dtype=torch.float32, device=device)
+    assert not any(isinstance(module, norm.RMSNorm) for module in wide.model.modules())
+    assert norm.install(torch.nn.ModuleDict({"norm": CentredRMSNorm()})) == 0

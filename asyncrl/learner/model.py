@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner import attention
+from asyncrl.learner import attention, norm
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.packing import Microbatch, unpack
 
@@ -42,7 +42,7 @@ class PolicyModel:
 
     @property
     def head_dtype(self) -> torch.dtype:
-        """In which the head's product is taken in the forward pass."""
+        """Of the logits."""
         return self._head_dtype or self.head.dtype
 
     @property
@@ -118,6 +118,7 @@ def load_model(
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    norm.install(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
