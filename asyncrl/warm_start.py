@@ -3,6 +3,10 @@
 Every step is an optimizer step, so the policy version counts it. The optimizer's moments go on into what follows; the
 learning rate does not: the warm start has its own, and `[learner]`'s warmup begins after it. The likelihood that rises
 is that of the distribution which rollouts sample from, at the run's temperature.
+
+The frozen reference of a KL term and an averaged teacher do not learn along: they begin at the weights of [model]
+path. To hold the policy to what it learned here, end with steps = 0 ([run]) and start a new run from the checkpoint's
+model.
 """
 
 from __future__ import annotations
