@@ -130,6 +130,15 @@ class RunCollector(Collector):
         )
         yield from _accounting(self._run.ledger.statement())
         yield _selection(status.selection)
+        journal = self._run.journal.statistics()
+        if journal is not None:
+            yield GaugeMetricFamily("asyncrl_journal_bytes", "The journal's files on disk.", value=journal.num_bytes)
+            yield CounterMetricFamily("asyncrl_journal_syncs", "Waits for the disk.", value=journal.num_syncs)
+            yield GaugeMetricFamily(
+                "asyncrl_journal_unsynced_records",
+                "Records that a power failure may take; a kill of the process takes none.",
+                value=journal.next_position - journal.durable_position,
+            )
         self._run.flush_idle()
         for who, seconds in (("learner", status.learner_idle_seconds), ("engine", status.engine_idle_seconds)):
             family = f"asyncrl_{who}_idle_seconds"

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ class RunRecorder:
                 "counters": status.counters() | {"seconds": self._run.seconds},
                 "accounting": self._run.ledger.statement().as_dict(),
                 "selection": status.selection.report(),
+                "journal": asdict(journal) if (journal := self._run.journal.statistics()) else None,
                 "last_step": dict(status.last_step),
             },
         )

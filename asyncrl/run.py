@@ -122,7 +122,7 @@ class Run:
         self._warm_start = warm_start
         self._warm_start_state = state.get("warm_start")
         version = resume_from.version if resume_from else 0
-        self._journal = journal or RunJournal()
+        self.journal = journal or RunJournal()
         self.status = status
         if resume_from:
             status.restore(state["counters"])
@@ -140,7 +140,7 @@ class Run:
             environment=parts.environment,
             ledger=self.ledger,
             status=status,
-            journal=self._journal,
+            journal=self.journal,
             settings=buffer,
         )
         self.notes = begin_with.notes
@@ -166,7 +166,7 @@ class Run:
             status=status,
             on_group=recorder.group,
             stop=stop,
-            journal=self._journal,
+            journal=self.journal,
             resumption=begin_with,
         )
         self._saved_version: PolicyVersion | None = resume_from.version if resume_from else None
@@ -281,8 +281,8 @@ class Run:
         reports = await self._sync()
         times["synced"] = trio.current_time()
         version = self.status.version
-        record = GroupsTrained(group_ids=fresh, version=version, weights=self._journal.weights[version])
-        self._journal.append_nowait(Kind.GROUPS_TRAINED, record)
+        record = GroupsTrained(group_ids=fresh, version=version, weights=self.journal.weights[version])
+        self.journal.append_nowait(Kind.GROUPS_TRAINED, record)
         self._rollouts.close(fresh)
         self._record(groups, result, reports, staleness, len(fresh), times)
         steps, limits = self.status.steps, self._limits
@@ -310,7 +310,7 @@ class Run:
         """
         self._phase("syncing")
         manifest = await self._parts.learner.publish()
-        self._journal.note_weights(  # before the pull: tokens of the new version come at once
+        self.journal.note_weights(  # before the pull: tokens of the new version come at once
             {manifest.version: manifest.digest},
             forget_before=manifest.version - self._settings.max_off_policyness - 1,
         )
@@ -371,10 +371,10 @@ class Run:
         partial = self._checkpoints.begin(version)
         await self._parts.learner.save(str(partial))
         state = self._state()
-        await self._journal.flush()  # all that the state knows of is on disk before it
+        await self.journal.flush()  # all that the state knows of is on disk before it
         self._checkpoints.commit(partial, version, state)
         self._saved_version = version
-        await self._journal.release(self._checkpoints.oldest_state()["journal"]["needed_from"])
+        await self.journal.release(self._checkpoints.oldest_state()["journal"]["needed_from"])
 
     def _state(self) -> dict[str, Any]:
         """Return what resuming needs, as of this moment: open groups are found in the journal, or drawn again."""
@@ -391,8 +391,8 @@ class Run:
                 {"draw_id": draw.draw_id, "group_id": group_id, "task": asdict(draw.task)}
                 for draw, group_id in self._rollouts.open_draws
             ],
-            "journal": {"position": self._journal.position, "needed_from": self._rollouts.needed_from},
-            "weights": {str(version): digest for version, digest in self._journal.weights.items()},
+            "journal": {"position": self.journal.position, "needed_from": self._rollouts.needed_from},
+            "weights": {str(version): digest for version, digest in self.journal.weights.items()},
         }
 
     async def _evaluate(self) -> None:

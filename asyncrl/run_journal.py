@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import wire
-from asyncrl.buffers import GroupCommit
+from asyncrl.buffers import GroupCommit, JournalStatistics
 from asyncrl.protocols import Sampler
 from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds, Trajectory, Turn
 
@@ -163,6 +163,10 @@ class RunJournal:
         """Free the disk of what no checkpoint needs."""
         if self._log is not None:
             await self._log.release(before_position)
+
+    def statistics(self) -> JournalStatistics | None:
+        """Return what lies on disk; None without a log."""
+        return self._log.statistics() if self._log else None
 
     def turn(self, trajectory_id: str, turn: Turn) -> TurnFinished:
         """Return the record of a turn."""

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import trio
 from loop_simulation import Simulation, simulate
+from prometheus_client import CollectorRegistry
 
 from asyncrl.buffers import LOST, Amount, BufferSettings, Journal, JournalSettings, LostLine, Record, read_journal
 from asyncrl.buffers.journal import list_files
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.curriculum import Curriculum, CurriculumSettings, TaskOrder
 from asyncrl.errors import leaves
+from asyncrl.metrics import RunCollector
 from asyncrl.resuming import LOST_LINE, plan_resumption
 from asyncrl.run import Limits
 from asyncrl.run_history import RunHistory, Sampled, opened_journal, read_history
@@ -359,6 +361,11 @@ def test_the_journal_is_freed_of_what_no_checkpoint_needs(tmp_path: Path) -> Non
         )
         simulate(simulation)
         written = journal.statistics()
+        registry = CollectorRegistry()
+        registry.register(RunCollector(simulation.run))
+        assert registry.get_sample_value("asyncrl_journal_bytes") == written.num_bytes
+        assert registry.get_sample_value("asyncrl_journal_syncs_total") == written.num_syncs > 20
+        assert written.num_bytes == sum(path.stat().st_size for path in list_files(tmp_path / "journal"))
     assert written.num_files < 20, "two checkpoints of two steps each, and what is under way"
     assert int(list_files(tmp_path / "journal")[0].stem) > written.next_position / 2
     checkpoint = simulation.checkpoints.newest()
