@@ -169,6 +169,31 @@ def test_neither_split_nor_sharing_nor_order_change_loss_or_gradient(loss: str) 
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("loss", ["dapo", "gspo", "dr_grpo", "echo"])
+def test_ranks_that_share_a_batch_add_up_to_one_learner(loss: str, num_ranks: int) -> None:
+    """Each rank has a model and a stepper of its own, its share of the microbatches and the whole batch's counts."""
+    groups = random_groups(8, num_groups=4)
+    settings = LearnerSettings(loss=loss, microbatch_tokens=60)
+    wanted_loss, wanted = gradients_of(load(), groups, settings)
+    batch = select(groups, settings).batch
+    microbatches = split(
+        batch, max_tokens=settings.microbatch_tokens, observations=settings.resolved_loss.observation_coef > 0
+    )
+    assert len(microbatches) > num_ranks
+    losses, total = [], torch.zeros_like(wanted)
+    for rank in range(num_ranks):
+        model = load()
+        optimizer = Optimizer(model.tensors(), settings)
+        stepper = Stepper(model, optimizer, settings, max_off_policyness=1)
+        losses.append(stepper.accumulate(batch, microbatches[rank::num_ranks])[0])
+        total += torch.cat([g.flatten() for _, g in sorted(optimizer.gradients().items())])
+    assert all(abs(part - wanted_loss) > 1e-6 for part in losses)
+    assert sum(losses) == pytest.approx(wanted_loss, abs=1e-12)
+    assert (total - wanted).norm() < 1e-9 * wanted.norm()
+
+
 class GradNoting(PolicyModel):
     """A model that notes which of its forwards are to be differentiated."""
 

@@ -2,6 +2,7 @@
 
 asyncrl bench step --json step.json       seconds per optimizer step against TRL's GRPOTrainer
 asyncrl bench step --without-trl
+asyncrl bench learner --json learner.json what one forward and backward pass costs, against plain transformers
 asyncrl bench buffer --json buffer.json   what buffer and journal cost, against plain writes to the same disk
 """
 
@@ -9,14 +10,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from asyncrl.bench.buffer import bench_buffer
+from asyncrl.bench.learner import bench_learner
+from asyncrl.bench.learner import table as learner_table
+from asyncrl.bench.learner_settings import LearnerBench
 from asyncrl.bench.step import bench_step
 from asyncrl.errors import ConfigError
 
 HELP = "measure speed"
+
+_MODEL = Path("models/smollm2-135m-instruct")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--without-trl", action="store_true", help="time asyncrl alone")
     step.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     step.set_defaults(command=_step)
+    learner = benches.add_parser(
+        "learner",
+        help="forward and backward against transformers, prefix sharing, the loss's share, and how exact it is",
+        description="The keys of the JSON file are listed in asyncrl/bench/learner.py. Takes about ten minutes.",
+    )
+    for option in fields(LearnerBench):
+        flag = f"--{option.name.replace('_', '-')}"
+        if option.name == "model":
+            learner.add_argument(flag, type=Path, default=_MODEL, help=f"a model directory (default: {_MODEL})")
+        else:
+            learner.add_argument(flag, type=int, default=option.default, metavar="N", help=f"default {option.default}")
+    learner.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    learner.set_defaults(command=_learner)
     buffer = benches.add_parser("buffer", help="buffer and journal: insertions, takes, bytes, appends, resuming")
     buffer.add_argument(
         "--trajectories",
@@ -64,6 +88,20 @@ def _step(arguments: argparse.Namespace) -> int:
             )
     if "ratio" in report:
         print(f"asyncrl is {report['ratio']:.1f} times faster a step, {report['ratio_per_token']:.1f} times a token")
+    _write(arguments.json, report)
+    return 0
+
+
+def _learner(arguments: argparse.Namespace) -> int:
+    sizes = {option.name: getattr(arguments, option.name) for option in fields(LearnerBench)}
+    _check_json(arguments.json)
+    start = time.monotonic()
+
+    def say(words: str) -> None:
+        print(f"{time.monotonic() - start:5.0f} s  {words}", file=sys.stderr, flush=True)
+
+    report = bench_learner(LearnerBench(**sizes), say=say)
+    Console().print(learner_table(report))
     _write(arguments.json, report)
     return 0
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import sys
 from pathlib import Path
+
+from asyncrl.learner.environment import set_environment
 
 
 def main() -> int:
@@ -15,10 +16,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket that carries asyncrl.wire frames")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file that describes the job")
     arguments = parser.parse_args()
-    # Read once, when the OpenMP library is loaded with torch. A thread that spins at a barrier would take the core
-    # from the engine and the sandboxes that share this machine; what it costs on an idle one has not been measured.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_environment()
 
     from asyncrl.learner.process import exit_on_terminate, serve
 
