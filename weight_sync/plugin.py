@@ -1,10 +1,15 @@
 """What vLLM loads in each of its processes (entry point `vllm.general_plugins`): makes our backend known by name.
 
 Cheap and harmless for those who use vLLM for something else: it adds one name to a table, and the engine behind the
-name, torch included, is imported only by a server that is started with that name.
+name, torch included, is imported only by a server that is started with that name. Streams are labelled
+(`vllm_labels`) only where the environment asks for it.
 """
 
 from __future__ import annotations
+
+import os
+
+from asyncrl.weight_sync.vllm_labels import SWITCH, label_every_event
 
 BACKEND = "asyncrl"
 """Chosen by `--weight-transfer-config '{"backend": "asyncrl"}'`."""
@@ -21,3 +26,5 @@ def register() -> None:
     except ValueError as error:
         if "already registered" not in str(error):
             raise
+    if os.environ.get(SWITCH):
+        label_every_event()
