@@ -7,6 +7,7 @@ last lines, and ends the run.
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import socket
@@ -44,9 +45,10 @@ _SHUTDOWN_S = 20.0  # for the learner to end a request and remove what it publis
 class LearnerProcess:
     """The orchestrator's side of the learner's socket. A `Learner`; one request at a time."""
 
-    def __init__(self, stream: trio.SocketStream, child: Child) -> None:
+    def __init__(self, stream: trio.SocketStream, child: Child, *, publish_timeout_s: float = math.inf) -> None:
         self._stream = stream
         self._child = child
+        self._publish_timeout_s = publish_timeout_s
         self._turn = trio.Lock()
 
     async def wait_ready(self, version: PolicyVersion) -> None:
@@ -74,8 +76,13 @@ class LearnerProcess:
 
     async def publish(self) -> WeightManifest:
         """See `protocols.Learner`."""
-        reply: wire.PublishReply = await self._ask(wire.PublishRequest(), wire.PublishReply)
-        return reply.manifest
+        with trio.move_on_after(self._publish_timeout_s):
+            reply: wire.PublishReply = await self._ask(wire.PublishRequest(), wire.PublishReply)
+            return reply.manifest
+        raise LearnerError(
+            f"the learner has not published its weights in {self._publish_timeout_s:g} s "
+            "([weight_sync] publish_timeout_s)"
+        )
 
     async def save(self, directory: str) -> Mapping[str, int]:
         """See `protocols.Learner`."""
@@ -262,4 +269,4 @@ async def _start_learner(
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
     stack.push_async_callback(stream.aclose)
     children[child] = LearnerError
-    return LearnerProcess(stream, child)
+    return LearnerProcess(stream, child, publish_timeout_s=config.weight_sync.publish_timeout_s)

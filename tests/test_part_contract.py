@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from part_contract import check_engine, check_environment, check_learner
 from synthetic_groups import random_groups
 from tiny_model import build_tiny_model
 
-from asyncrl.children import start_child
+from asyncrl.children import Child, start_child
+from asyncrl.errors import LearnerError
 from asyncrl.processes import LearnerProcess
 from asyncrl.simulation import SimulationRates
 from asyncrl.simulation.parts import SimulatedEngines, SimulatedEnvironment, World
@@ -82,3 +84,15 @@ def test_the_learner_process(tmp_path: Path) -> None:
                 await learner.shut_down()
 
     trio.run(main)
+
+
+def test_a_learner_that_does_not_publish_in_time_is_an_error_that_names_the_setting() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
+                learner = LearnerProcess(stream, cast(Child, None), publish_timeout_s=5.0)
+                with pytest.raises(LearnerError, match=r"not published its weights in 5 s .*publish_timeout_s"):
+                    await learner.publish()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -18,6 +18,8 @@ class WeightSyncSettings:
     """A name of the TRANSPORTS table."""
     directory: Path = Path("")
     """Of the `filesystem` transport: a directory that learner and engines share. Empty for `shared_memory`."""
+    publish_timeout_s: float = 300.0
+    """For the learner to write one version. What the engines do with it has deadlines of its own ([engine])."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
@@ -29,3 +31,5 @@ class WeightSyncSettings:
             )
         if self.transport == "filesystem" and self.directory == Path(""):
             raise ConfigError("directory must be given with transport = 'filesystem' ([weight_sync])")
+        if not self.publish_timeout_s > 0:
+            raise ConfigError(f"publish_timeout_s must be > 0 seconds, got {self.publish_timeout_s} ([weight_sync])")
