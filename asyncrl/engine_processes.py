@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+
+import trio
 
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config
-from asyncrl.engines import EnginePool, VLLMEngine, command, free_port
-from asyncrl.errors import BoundaryError, EngineError
+from asyncrl.engines import EnginePool, EngineSettings, StartServer, VLLMEngine, command, free_port
+from asyncrl.errors import EngineError
 from asyncrl.protocols import SyncReport
 from asyncrl.run_directory import RunDirectory
 from asyncrl.tokens import ChatRenderer
@@ -19,8 +21,18 @@ from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
 class NoEngines:
     """Stands for the engines of a run that samples nothing. A `Sampler` and `WeightPuller`."""
 
-    async def wait_healthy(self, timeout_s: float) -> None:
-        """Return: there is nothing to wait for."""
+    async def serve(
+        self,
+        starts: Mapping[str, StartServer],
+        *,
+        say: Callable[[str], None],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Return: there is nothing to keep in service."""
+        task_status.started()
+
+    async def aclose(self) -> None:
+        """Close nothing."""
 
     async def sample(
         self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
@@ -33,43 +45,9 @@ class NoEngines:
         return ()
 
 
-async def open_engines(
-    config: Config,
-    directory: RunDirectory,
-    renderer: ChatRenderer,
-    model: Path,
-    run_id: str,
-    version: PolicyVersion,
-    stack: AsyncExitStack,
-    children: dict[Child, type[BoundaryError]],
-) -> EnginePool:
-    """Start the vLLM server, unless servers elsewhere are named, and return the clients. They do not answer yet."""
-    urls = config.engine.urls
-    if not urls:
-        child, url = await _start_engine(config, directory, model, stack)
-        urls, children[child] = (url,), EngineError
-    pool = _connect_engines(config, renderer, urls, run_id, version)
-    stack.push_async_callback(pool.aclose)
-    return pool
-
-
-async def _start_engine(
-    config: Config, directory: RunDirectory, model: Path, stack: AsyncExitStack
-) -> tuple[Child, str]:
-    """Start a vLLM server; return it and its URL. It does not answer yet."""
-    port = config.engine.port or free_port()
-    argv, environment = command(config.engine, str(model), port, seed=config.run.seed)
-    if config.engine.niceness:
-        argv = ["nice", "-n", str(config.engine.niceness), *argv]
-    log_path = directory.logs / "engine-0.log"
-    child = await stack.enter_async_context(start_child("engine 0", argv, environment=environment, log_path=log_path))
-    return child, f"http://127.0.0.1:{port}"
-
-
-def _connect_engines(
-    config: Config, renderer: ChatRenderer, urls: Sequence[str], run_id: str, version: PolicyVersion
-) -> EnginePool:
-    """Return the clients of the servers at `urls`."""
+def make_pool(config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion) -> EnginePool:
+    """Return the clients of all engines; nothing is started, and nobody is asked, before the pool's `serve`."""
+    urls = config.engine.urls or ("",) * config.engine.count
     return EnginePool(
         [
             VLLMEngine(
@@ -82,5 +60,56 @@ def _connect_engines(
                 version=version,
             )
             for index, url in enumerate(urls)
-        ]
+        ],
+        config.engine,
     )
+
+
+def engine_starts(
+    config: Config, directory: RunDirectory, model: Path, version: PolicyVersion
+) -> dict[str, StartServer]:
+    """Return by an engine's name who starts its server, from `model`; none where servers elsewhere are named.
+
+    Once weights have been published, a server starts from the model of the configuration: the checkpoint that a resumed
+    run began with may have been removed, and the newest weights replace these before it serves.
+    """
+
+    if config.engine.urls:
+        return {}
+
+    def starter(index: int) -> StartServer:
+        def start(restarts: int, published: bool) -> AbstractAsyncContextManager[ServerProcess]:
+            seed = config.run.seed + index + config.engine.count * restarts  # no two may sample alike
+            log_path = directory.logs / f"engine-{index}.log"
+            served = (config.model.path, 0) if published else (model, version)
+            return start_server(config.engine, index, *served, seed=seed, log_path=log_path)
+
+        return start
+
+    return {f"engine {index}": starter(index) for index in range(config.engine.count)}
+
+
+class ServerProcess:
+    """A vLLM server that was started here. An `engines.Server`."""
+
+    def __init__(self, child: Child, url: str, version: PolicyVersion) -> None:
+        self.url = url
+        self.version = version
+        self.child = child
+
+    async def wait_exit(self) -> str:
+        """Return how it ended, with its last lines."""
+        return (await self.child.wait_exit()).describe()
+
+
+@asynccontextmanager
+async def start_server(
+    settings: EngineSettings, index: int, model: Path, version: PolicyVersion, *, seed: int, log_path: Path
+) -> AsyncIterator[ServerProcess]:
+    """Start a vLLM server of `model`, which is called `version`; it does not answer yet, and is ended on leaving."""
+    port = settings.ports[index] if settings.ports else free_port()
+    argv, environment = command(settings, str(model), port, seed=seed, index=index)
+    if settings.niceness:
+        argv = ["nice", "-n", str(settings.niceness), *argv]
+    async with start_child(f"engine {index}", argv, environment=environment, log_path=log_path) as child:
+        yield ServerProcess(child, f"http://127.0.0.1:{port}", version)

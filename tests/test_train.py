@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(tmp_path / "run")
+    return RunDirectory(tmp_path / f"run_{os.getpid()}")  # its name is in shared memory, where other runs have theirs
 
 
 @pytest.fixture
@@ -148,6 +148,33 @@ def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
+def _check_nothing_left(directory: RunDirectory, before: set[str]) -> None:
+    """Fail where shared memory has a file of the run's name, or one that is new and that no living process uses.
+
+    Other runs on the machine, which come and go meanwhile, are none of its business.
+    """
+    used = _used_in_shared_memory()
+    left = set()
+    for name in _shared_memory() - before:
+        if name.startswith("asyncrl-"):
+            left |= {name} if name.startswith(f"asyncrl-{directory.path.name}-") else set()
+        elif (path := Path("/dev/shm", name)).exists() and path.stat().st_ino not in used:
+            left.add(name)
+    assert not left
+
+
+def _used_in_shared_memory() -> set[int]:
+    """Return the inodes of what living processes have mapped: a semaphore's mapping has another name than its file."""
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            lines = (process / "maps").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has ended meanwhile, or is another user's
+        used |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return used
+
+
 def _one(processes: Mapping[int, str], words: str) -> int:
     (pid,) = (pid for pid, line in processes.items() if words in line and "keeper.py" not in line)
     return pid
@@ -176,7 +203,7 @@ def test_a_run_trains_measures_checkpoints_and_goes_on(config: Path, directory: 
     assert [step["step"] for step in read_metrics(directory)] == [1, 2, 3, 4, 5]
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["step-4", "step-5"]
     _check_model_loads(directory.checkpoints / "step-5" / "model")
-    assert _shared_memory() <= before
+    _check_nothing_left(directory, before)
 
 
 def _check_model_loads(path: Path) -> None:
@@ -214,7 +241,7 @@ def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing(config: Path, directo
     summary = json.loads(directory.summary.read_text())
     assert (directory.checkpoints / f"step-{summary['policy_version']}" / "manifest.json").exists()
     assert summary["eval"]["after"] is None
-    assert _shared_memory() <= before
+    _check_nothing_left(directory, before)
 
 
 def _check_scrape(lines: Sequence[str]) -> None:
@@ -231,7 +258,7 @@ def _check_scrape(lines: Sequence[str]) -> None:
     assert sum(value for name, value in values.items() if name.startswith("asyncrl_phase{")) == 1
 
 
-def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(config: Path) -> None:
+def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(config: Path, directory: RunDirectory) -> None:
     before = _shared_memory()
     with _running(config, "--set", "run.steps=1000", "--set", "evaluation.before=false") as (run, _):
         processes = _descendants(run.pid)
@@ -243,7 +270,7 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(config: Path) -> None:
         run.send_signal(signal.SIGINT)
         assert run.wait(timeout=60) == 130
         _wait_gone(list(processes), 1.0)
-    assert _shared_memory() <= before
+    _check_nothing_left(directory, before)
 
 
 def test_kill_9_of_the_orchestrator_leaves_nothing_and_the_run_goes_on(config: Path, directory: RunDirectory) -> None:
@@ -256,23 +283,54 @@ def test_kill_9_of_the_orchestrator_leaves_nothing_and_the_run_goes_on(config: P
         run.kill()
         run.wait()
         _wait_gone(list(processes), 20.0)
-    assert _shared_memory() <= before
+    _check_nothing_left(directory, before)
     saved = max(int(path.name.removeprefix("step-")) for path in directory.checkpoints.glob("step-*"))
     _train(config, "--resume", "--set", f"run.steps={saved + 1}", *settings)
     assert json.loads(directory.summary.read_text())["policy_version"] == saved + 1
 
 
 @pytest.mark.parametrize(("victim", "words"), [("asyncrl.learner", "learner"), ("vllm.entrypoints", "engine 0")])
-def test_a_child_that_dies_is_named_with_its_last_lines(config: Path, victim: str, words: str) -> None:
+def test_a_child_that_dies_is_named_with_its_last_lines(
+    config: Path, directory: RunDirectory, victim: str, words: str
+) -> None:
     before = _shared_memory()
-    with _running(config, "--set", "run.steps=1000", "--set", "evaluation.before=false") as (run, lines):
+    settings = ("--set", "run.steps=1000", "--set", "evaluation.before=false", "--set", "engine.restarts=0")
+    with _running(config, *settings) as (run, lines):
         processes = _descendants(run.pid)
         os.kill(_one(processes, victim), signal.SIGKILL)
         assert run.stdout is not None
         lines += run.stdout
         assert run.wait(timeout=60) == 1
         _wait_gone(list(processes), 1.0)
-    assert _shared_memory() <= before
+    _check_nothing_left(directory, before)
     output = "".join(lines)
     assert f"{words} was ended by signal 9; the last lines of" in output
     assert "Traceback (most recent call last)" not in output.split("asyncrl: ")[0]
+
+
+def test_an_engine_that_is_killed_is_started_again_and_the_run_goes_on_to_its_end(
+    config: Path, directory: RunDirectory
+) -> None:
+    before = _shared_memory()
+    settings = ("--set", "run.steps=5", "--set", "evaluation.before=false", "--set", "engine.restarts=1")
+    settings += ("--set", "environment.options.episode_timeout_s=600")  # a start can take minutes on a busy machine
+    with _running(config, *settings) as (run, lines):
+        first = _descendants(run.pid)
+        os.kill(_one(first, "vllm.entrypoints"), signal.SIGKILL)
+        assert run.stdout is not None
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("step 3"):
+                break
+        processes = first | _descendants(run.pid)
+        lines += run.stdout
+        assert run.wait(timeout=120) == 0
+        _wait_gone(list(processes), 1.0)
+    _check_nothing_left(directory, before)
+    output = "".join(lines)
+    assert "engine 0 was ended by signal 9; the last lines of" in output
+    assert "starting it again, 1 of 1 times" in output
+    summary = json.loads(directory.summary.read_text())
+    assert summary["steps"] == summary["weight_syncs"] == summary["weight_syncs_verified"] == 5
+    assert summary["max_staleness_trained"] <= 1
+    assert {*summary["trajectories"]} <= {"completed", "truncated_length", "truncated_turns"}, "none failed of it"

@@ -70,7 +70,8 @@ def process_plan(config: Config) -> dict[str, Any]:
     """Return who would run where, and how much would be under way."""
     buffer, learner = config.buffer, config.learner
     order = buffer.order.value
-    engines = ", ".join(config.engine.urls) or "one vLLM server, started here"
+    count = config.engine.count
+    engines = ", ".join(config.engine.urls) or f"{count} vLLM server{'s' * (count > 1)}, started here"
     if not config.samples:
         engines = "none: nothing is sampled"
     return {

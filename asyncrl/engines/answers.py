@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from asyncrl.engines.draft import Part
 from asyncrl.errors import EngineError
-from asyncrl.types import Completion, FinishReason, Logprobs, TokenIds, TokenSpan
+from asyncrl.types import FinishReason, Logprobs, TokenIds, TokenSpan
 
 _ROUNDING = 1e-4  # log-softmax in bfloat16 can end this far above 0; anything more is nonsense
 _UNSAMPLED = -9999.0  # vLLM's mark for a log-prob that it does not have
@@ -48,52 +48,81 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-def completion_of(lines: Sequence[str], engine: str, seconds: float) -> Completion:
-    """Return the completion that a stream's "data: {...}" lines make up together.
+class Answer:
+    """What a server streams for one request. Events may stop anywhere; what came before is then still good."""
 
-    Raises: EngineError if the server says that it failed, or a token lacks its log-prob or its version.
-    """
-    try:
-        events = [_decoder.decode(line[len("data: ") :]) for line in lines]
-    except msgspec.DecodeError as error:
-        raise EngineError(f"{engine} answers what is not a completion: {error}") from error
-    for event in events:
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._choices: list[_Choice] = []
+        self._complaint = ""
+
+    def add(self, line: str) -> int:
+        """Take one "data: {...}" line and return how many tokens it brings. Raises nothing: see `complaint`."""
+        try:
+            event = _decoder.decode(line[len("data: ") :])
+        except msgspec.DecodeError as error:
+            self._complaint = self._complaint or f"{self._engine} answers what is not a completion: {error}"
+            return 0
         if event.error is not None:
-            raise EngineError(f"{engine} failed a request: {first_line(str(event.error))}")
-    choices = [choice for event in events for choice in event.choices]
-    if not choices or choices[-1].finish_reason not in ("stop", "length"):
-        reason = choices[-1].finish_reason if choices else None
-        raise EngineError(f"{engine} ended a completion with {reason or 'no reason'}")
-    last = choices[-1]
-    token_ids = TokenIds([token for choice in choices for token in choice.token_ids or ()])
-    entries = [entry for choice in choices for entry in (choice.logprobs or _Logprobs()).content or ()]
-    if [entry.token_id for entry in entries] != list(token_ids):
-        raise EngineError(f"{engine} returned {len(entries)} log-probs for {len(token_ids)} other tokens")
-    for place, entry in enumerate(entries):
-        if not (math.isfinite(entry.logprob) and _UNSAMPLED < entry.logprob <= _ROUNDING):
-            raise EngineError(f"{engine} returned the log-prob {entry.logprob} for token {place}")
-    return Completion(
-        token_ids=token_ids,
-        behaviour_logprobs=Logprobs([min(entry.logprob, 0.0) for entry in entries]),
-        spans=_spans(last.weight_versions, len(token_ids), engine),
-        finish_reason=FinishReason.STOP if last.finish_reason == "stop" else FinishReason.LENGTH,
-        seconds=seconds,
-        engine=engine,
-    )
+            self._complaint = self._complaint or f"{self._engine} failed a request: {first_line(str(event.error))}"
+        if self._complaint:
+            return 0
+        self._choices += event.choices
+        return sum(len(choice.token_ids or ()) for choice in event.choices)
 
+    @property
+    def begun(self) -> bool:
+        """True once something has been sampled, or went wrong."""
+        return bool(self._choices or self._complaint)
 
-def _spans(labels: Sequence[_Span] | None, num_tokens: int, engine: str) -> tuple[TokenSpan, ...]:
-    spans, end = [], 0
-    for label in labels or ():
-        if label.start != end or label.end < label.start or not label.version.isdecimal():
-            break
-        if label.end > label.start:
-            spans.append(TokenSpan(start=label.start, end=label.end, version=int(label.version)))
-        end = label.end
-    if end != num_tokens or not num_tokens:
-        shown = [(label.version, label.start, label.end) for label in labels or ()]
-        raise EngineError(f"{engine} labels {num_tokens} tokens with the versions {shown}")
-    return tuple(spans)
+    @property
+    def finished(self) -> bool:
+        """True once the model has come to an end of its own, or to the limit on tokens."""
+        return bool(self._choices) and self._choices[-1].finish_reason in ("stop", "length")
+
+    @property
+    def complaint(self) -> str:
+        """Why the server did not come to an end, or ""."""
+        if self.finished or self._complaint:
+            return self._complaint
+        reason = self._choices[-1].finish_reason if self._choices else None
+        return f"{self._engine} ended a completion with {reason or 'no reason'}"
+
+    def part(self) -> Part:
+        """Return what has been sampled until now.
+
+        Raises: EngineError if a token lacks its log-prob or its version, or has one that cannot be right.
+        """
+        token_ids = TokenIds([token for choice in self._choices for token in choice.token_ids or ()])
+        entries = [entry for choice in self._choices for entry in (choice.logprobs or _Logprobs()).content or ()]
+        if [entry.token_id for entry in entries] != list(token_ids):
+            raise EngineError(f"{self._engine} returned {len(entries)} log-probs for {len(token_ids)} other tokens")
+        for place, entry in enumerate(entries):
+            if not (math.isfinite(entry.logprob) and _UNSAMPLED < entry.logprob <= _ROUNDING):
+                raise EngineError(f"{self._engine} returned the log-prob {entry.logprob} for token {place}")
+        reason = None
+        if self.finished:
+            reason = FinishReason.STOP if self._choices[-1].finish_reason == "stop" else FinishReason.LENGTH
+        return Part(
+            token_ids=token_ids,
+            behaviour_logprobs=Logprobs([min(entry.logprob, 0.0) for entry in entries]),
+            spans=self._spans(len(token_ids)),
+            finish_reason=reason,
+        )
+
+    def _spans(self, num_tokens: int) -> tuple[TokenSpan, ...]:
+        labels = (self._choices[-1].weight_versions if self._choices else None) or ()
+        spans, end = [], 0
+        for label in labels:
+            if label.start != end or label.end < label.start or not label.version.isdecimal():
+                break
+            if label.end > label.start:
+                spans.append(TokenSpan(start=label.start, end=label.end, version=int(label.version)))
+            end = label.end
+        if end != num_tokens or (self.finished and not num_tokens):
+            shown = [(label.version, label.start, label.end) for label in labels]
+            raise EngineError(f"{self._engine} labels {num_tokens} tokens with the versions {shown}")
+        return tuple(spans)
 
 
 def first_line(text: str) -> str:

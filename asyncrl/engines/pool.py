@@ -1,17 +1,25 @@
-"""Several engines behind one `Sampler` and one `WeightPuller`."""
+"""Several engines behind one `Sampler` and one `WeightPuller`, which come and go without a token being lost."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
 
-from asyncrl.engines.vllm import EngineStatistics, VLLMEngine
+from asyncrl.engines.draft import Draft
+from asyncrl.engines.engine import Engine, EngineStatistics, Health, RequestNotSent, RequestRefused
+from asyncrl.engines.line import Line
+from asyncrl.engines.roster import Member, Roster
+from asyncrl.engines.settings import EngineSettings
+from asyncrl.engines.supervision import StartServer, Supervisor
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
+
+_MAX_MOVES = 3  # a request that ends every engine that runs it must not end them all
+
+_ASKED = (Health.SERVING, Health.DOUBTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +27,12 @@ class PoolStatistics:
     """The engines' statistics, and their sums."""
 
     engines: tuple[EngineStatistics, ...]
+    in_line: int
+    """Requests that wait for a place in an engine, or for an engine."""
+    requests_moved: int
+    """How often a request went on in another engine, or in the same one again."""
+    tokens_carried: int
+    """Tokens that such requests had already, and that were not sampled again."""
 
     @property
     def running(self) -> int:
@@ -28,94 +42,173 @@ class PoolStatistics:
     @property
     def waiting(self) -> int:
         """Requests that wait for a place or for a sync to end."""
-        return sum(engine.waiting for engine in self.engines)
+        return self.in_line + sum(engine.waiting for engine in self.engines)
 
     @property
     def tokens_sampled(self) -> int:
         """Since the start."""
         return sum(engine.tokens_sampled for engine in self.engines)
 
+    @property
+    def serving(self) -> int:
+        """Engines in service."""
+        return sum(engine.health is Health.SERVING for engine in self.engines)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Who is not in service, since when and why: a line each."""
+        return tuple(
+            f"{engine.name}: {engine.health} for {engine.health_seconds:.0f} s"
+            + f", {engine.reason}" * bool(engine.reason)
+            for engine in self.engines
+            if engine.health is not Health.SERVING
+        )
+
+    @property
+    def restarts(self) -> int:
+        """How often a server was started again."""
+        return sum(engine.restarts for engine in self.engines)
+
 
 class EnginePool:
-    """Samples from several engines; the requests of one trajectory prefer one of them, for its prefix cache."""
+    """Samples from several engines: see `line` for who runs what, `supervision` for how one that is lost comes back.
 
-    def __init__(self, engines: Sequence[VLLMEngine]) -> None:
+    Example:
+        >>> async with trio.open_nursery() as nursery:                                         # doctest: +SKIP
+        ...     pool = EnginePool([VLLMEngine(...), VLLMEngine(...)], settings)
+        ...     await nursery.start(pool.serve)
+        ...     completion = await pool.sample(prompt, max_tokens=64, trajectory_id="7-0")
+    """
+
+    def __init__(self, engines: Sequence[Engine], settings: EngineSettings) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
-        self.engines = tuple(engines)
+        self._settings = settings
+        self._roster = Roster(engines, outage_timeout_s=settings.outage_timeout_s)
+        self._line = Line(self._roster)
+        self._requests_moved = self._tokens_carried = 0
+
+    async def serve(
+        self,
+        starts: Mapping[str, StartServer] | None = None,
+        *,
+        say: Callable[[str], None] = lambda words: None,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Start the engines' servers and keep them in service until cancelled; has started when all have served.
+
+        `starts` has, by an engine's name, who starts its server; an engine without one runs elsewhere. `say` hears of
+        what is lost and comes back.
+        Raises (in an exception group): EngineError when a server cannot be started, dies more often than it may be
+        started again, or none serves for too long.
+        """
+        supervisor = Supervisor(self._roster, self._settings, say)
+        async with trio.open_nursery() as nursery:
+            for member in self._roster.members:
+                nursery.start_soon(supervisor.keep, member, (starts or {}).get(member.name))
+            while not all(member.has_served for member in self._roster.members):
+                await self._roster.wait_changed()
+            task_status.started()
+            while True:
+                await self._roster.wait_serving()
+                await self._roster.wait_changed()
 
     def statistics(self) -> PoolStatistics:
         """Return what the engines are doing."""
-        return PoolStatistics(engines=tuple(engine.statistics() for engine in self.engines))
+        return PoolStatistics(
+            engines=tuple(member.statistics() for member in self._roster.members),
+            in_line=self._line.length,
+            requests_moved=self._requests_moved,
+            tokens_carried=self._tokens_carried,
+        )
 
     @property
     def version(self) -> PolicyVersion:
-        """The oldest version that any engine in service holds."""
-        versions = [engine.version for engine in self.engines if not engine.broken]
-        return min(versions, default=min(engine.version for engine in self.engines))
-
-    async def wait_healthy(self, timeout_s: float) -> None:
-        """Return when all engines answer. Raises: EngineError of the first that does not."""
-        failures: list[EngineError] = []
-
-        async def wait(engine: VLLMEngine) -> None:
-            try:
-                await engine.wait_healthy(timeout_s)
-            except EngineError as error:
-                failures.append(error)
-                nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for engine in self.engines:
-                nursery.start_soon(wait, engine)
-        if failures:
-            raise failures[0]
+        """The oldest version that any engine in service holds, or any engine where none is."""
+        return min(member.engine.version for member in self._roster.serving or self._roster.members)
 
     async def sample(
         self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        """Return one completion; see `protocols.Sampler`. An engine that fails is passed over for this request.
+        """Return one completion; see `protocols.Sampler`. Where an engine fails, another goes on behind its tokens.
 
-        Raises: EngineError of the preferred engine, when none could answer.
+        Waits where no engine is in service.
+        Raises: EngineError when none comes back in time, when several have failed this request, or it cannot be served.
         """
-        first = zlib.crc32(trajectory_id.encode()) % len(self.engines)
-        order = self.engines[first:] + self.engines[:first]
-        failure: EngineError | None = None
-        for engine in sorted(order, key=lambda engine: bool(engine.broken)):
-            try:
-                return await engine.sample(
-                    token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
-                )
-            except EngineError as error:
-                failure = failure or error
-        assert failure is not None
-        raise failure
+        draft = Draft(token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids)
+        started = trio.current_time()
+        while not draft.is_whole:
+            async with self._line.place(draft) as member:
+                try:
+                    await member.engine.generate(draft)
+                except RequestRefused:
+                    raise
+                except EngineError as error:
+                    self._roster.doubt(member, str(error))
+                    if not isinstance(error, RequestNotSent):
+                        self._move(draft, error)
+        return draft.completion(trio.current_time() - started)
+
+    def _move(self, draft: Draft, error: EngineError) -> None:
+        draft.moved_at.append(len(draft.token_ids))
+        if len(draft.moved_at) > _MAX_MOVES:
+            raise EngineError(f"given up after {len(draft.moved_at)} engines failed it; the last: {error}") from error
+        self._requests_moved += 1
+        self._tokens_carried += len(draft.token_ids)
 
     async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
-        """Bring every engine to the manifest's version, all at once; one that fails is sent it once more.
+        """Bring every engine in service to the manifest's version, all at once; one that fails is sent it once more.
 
-        Raises: WeightSyncError naming every engine that failed twice, after all have ended.
+        One that fails twice or dies is taken out of service, and its report is missing. An engine that comes back takes
+        this version first. Waits for one to do so where all have died.
+        Raises: WeightSyncError naming every engine that failed, where none took the version and one refused it, or
+        none came back in time.
         """
-        reports: dict[str, SyncReport] = {}
-        failures: dict[str, WeightSyncError] = {}
-
-        async def pull(engine: VLLMEngine) -> None:
-            try:
-                reports[engine.name] = await engine.pull(manifest)
-            except WeightSyncError:
-                try:
-                    reports[engine.name] = await engine.pull(manifest)
-                except WeightSyncError as error:
-                    failures[engine.name] = error
-
+        self._roster.newest = manifest
+        failures: list[WeightSyncError] = []
+        refusals: list[WeightSyncError] = []
         async with trio.open_nursery() as nursery:
-            for engine in self.engines:
-                nursery.start_soon(pull, engine)
-        if failures:
-            raise WeightSyncError("; ".join(str(error) for error in failures.values()))
-        return [reports[engine.name] for engine in self.engines]
+            for member in self._roster.members:
+                if member.health in _ASKED:
+                    nursery.start_soon(self._pull, member, manifest, failures, refusals)
+        while not (reports := self._reports(manifest)):
+            said = "; ".join(map(str, [*refusals, *failures]))
+            if refusals:
+                raise WeightSyncError(said)
+            try:
+                await self._roster.wait_serving()
+            except EngineError as error:
+                raise WeightSyncError(f"version {manifest.version} reached no engine: {error}; {said}") from error
+        return reports
+
+    async def _pull(
+        self,
+        member: Member,
+        manifest: WeightManifest,
+        failures: list[WeightSyncError],
+        refusals: list[WeightSyncError],
+    ) -> None:
+        """Pull, twice at most. A refusal is a failure after which the engine still serves what it held."""
+        async with member.changing:
+            if member.health not in _ASKED:
+                return  # it went out of service a moment ago, and will take this version before it comes back
+            for _ in range(2):
+                try:
+                    await member.pull(manifest)
+                    return
+                except WeightSyncError as error:
+                    failure = error
+                if member.engine.broken:
+                    break
+            (failures if member.engine.broken else refusals).append(failure)
+            member.engine.withdraw(str(failure))
+            if member.health in _ASKED:  # else its end has been seen, which says more
+                self._roster.take_out(member, str(failure))
+
+    def _reports(self, manifest: WeightManifest) -> list[SyncReport]:
+        return [m.report for m in self._roster.members if m.holds is manifest and m.report is not None]
 
     async def aclose(self) -> None:
         """Close the connections; the servers go on."""
-        for engine in self.engines:
-            await engine.aclose()
+        for member in self._roster.members:
+            await member.engine.aclose()

@@ -7,13 +7,14 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.weight_sync.plugin import BACKEND
+from asyncrl.weight_sync.vllm_labels import SWITCH
 
 
 class KVOnSync(StrEnum):
@@ -44,6 +45,7 @@ _OURS = {
     "worker_extension_cls": "fixed: weights are verified through it",
     "enable_scale_out": "fixed: tokens go in and come out as ids",
     "generation_config": "fixed: the model's own file must not change how is sampled",
+    "stream_interval": "[engine] stream_interval",
     "speculative_config": "not supported: the draft model would stay at the first version",
 }
 
@@ -88,9 +90,18 @@ class EngineSettings:
     """One kind of engine: vLLM servers that the run starts, or that run elsewhere (`urls`)."""
 
     urls: tuple[str, ...] = ()
-    """Servers that run already; empty to have one started here. They need the flags of `command`."""
+    """Servers that run already; empty to have `count` started here. They need the flags and variables of `command`."""
+    count: int = 1
+    """Servers that are started here."""
+    devices: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each server that is started here, as in ("0", "1"); empty leaves it as it is."""
     port: int = 0
-    """Of the server that is started; 0 takes a free one."""
+    """Of the first server that is started, the others have those after it; 0 takes free ones."""
+    restarts: int = 3
+    """How often each server that is started here may be started again when it dies; then the run ends. 0 ends it at the
+    first death."""
+    outage_timeout_s: float = 600.0
+    """How long requests and weights wait for an engine when none is in service; then the run ends."""
     max_model_len: int = 2048
     """Tokens of prompt and completion together."""
     max_num_seqs: int = 64
@@ -101,9 +112,12 @@ class EngineSettings:
     enforce_eager: bool = True
     """False compiles the model first: minutes at the start, faster after it. Worth it on a GPU."""
     threads: int = 0
-    """OpenMP threads of a CPU engine; 0 takes every core that this process may run on."""
+    """OpenMP threads of each CPU engine; 0 shares out every core that this process may run on."""
     niceness: int = 0
     """Added to the server's niceness by whoever starts it: > 0 lets the learner go first on shared cores."""
+    stream_interval: int = 16
+    """Tokens of one event of a stream. A server that dies takes up to so many of every running request with it: those
+    are sampled again elsewhere. Each event costs the server and the orchestrator time."""
     kv_on_sync: KVOnSync = KVOnSync.KEEP
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
@@ -117,13 +131,23 @@ class EngineSettings:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"urls must begin with http:// or https://, got {url!r} ([engine])")
-        _in_range("port", self.port, 0, 65535)
+        _in_range("count", self.count, 1, 1024)
+        _in_range("port", self.port, 0, 65536 - self.count)
+        _in_range("restarts", self.restarts, 0, 2**16)
+        _in_range("stream_interval", self.stream_interval, 1, 2**16)
+        if self.urls and self.count > 1:
+            raise ConfigError(f"count must be 1 where urls name the servers, got {self.count} ([engine])")
+        if self.devices and len(self.devices) != self.count:
+            raise ConfigError(
+                f"devices must have one entry for each of the count = {self.count} servers, got {list(self.devices)} "
+                "([engine])"
+            )
         _in_range("max_model_len", self.max_model_len, 16, 2**24)
         _in_range("max_num_seqs", self.max_num_seqs, 1, 2**16)
         _in_range("kv_cache_gib", self.kv_cache_gib, 0, 2**16)
         _in_range("threads", self.threads, 0, 1024)
         _in_range("niceness", self.niceness, 0, 19)
-        for name in ("start_timeout_s", "request_timeout_s", "sync_timeout_s"):
+        for name in ("start_timeout_s", "request_timeout_s", "sync_timeout_s", "outage_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be > 0 seconds, got {getattr(self, name)} ([engine])")
         if self.dtype not in _DTYPES:
@@ -132,6 +156,11 @@ class EngineSettings:
             if name.replace("-", "_") in _OURS:
                 raise ConfigError(f"extra may not set {name} ([engine]); {_OURS[name.replace('-', '_')]}")
 
+    @property
+    def ports(self) -> Sequence[int]:
+        """Of the servers that are started here, where they are not taken as they come."""
+        return range(self.port, self.port + self.count) if self.port else ()
+
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
@@ -139,9 +168,11 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
 
 
 def command(
-    settings: EngineSettings, model_directory: str, port: int, *, seed: int = 0
+    settings: EngineSettings, model_directory: str, port: int, *, seed: int = 0, index: int = 0
 ) -> tuple[list[str], dict[str, str]]:
     """Return the argv of a stock vLLM server, and what to add to the environment it is started with.
+
+    `index` counts the servers of one run. `seed` must be another one for each, or they sample the same.
 
     The module form is used because the console script of the CPU build fails; both are the same server. The server
     listens on 127.0.0.1 only: its developer routes (pause, weights) have no other protection.
@@ -163,13 +194,14 @@ def command(
         argv += _argument(name, value)
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # turns the routes for pausing and for weights on
+        SWITCH: "1",  # what a server has streamed when it dies is then known to the token, and goes on elsewhere
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # "auto" keeps a core free for the scheduler, which on two cores is half the machine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # without it vLLM serves with one thread
-        "OMP_NUM_THREADS": str(settings.threads or len(os.sched_getaffinity(0))),
+        "OMP_NUM_THREADS": str(settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.count)),
         # threads that spin at a barrier starve the learner, and are starved by it: on two cores with other work beside,
         # 135 tokens/s where they sleep and 19 where they spin (SmolLM2-135M, 32 requests)
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -177,6 +209,8 @@ def command(
         # no shared-memory files that a kill would leave behind. Tensor-parallel engines have workers all the same
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    if settings.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = settings.devices[index]
     return argv, environment
 
 

@@ -11,8 +11,8 @@ What vLLM 0.32 does, and what follows from it here (read in its source, and held
   request is salted with the version it is sent under, and blocks of different salts never match; old ones are evicted
   when room is needed. A request that was sent before a swap and has not begun when the swap comes is withdrawn and
   sent again with the new salt: the stream's first event tells that it has begun.
-- Streams are asked for with `stream_interval` beyond `max_tokens`: two events a request, one for the first token and
-  one for the rest, whatever its length.
+- A stream's events hold one token first and then `stream_interval` each, with log-probs and, by
+  `weight_sync.vllm_labels`, versions. What has arrived when a server dies is therefore as good as a whole completion.
 - A seed in a request kills the CPU build's sampler; none is sent.
 """
 
@@ -20,61 +20,50 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import httpx
 import trio
 
-from asyncrl.engines.answers import completion_of, first_line, named
+from asyncrl.engines.answers import Answer, first_line, named
+from asyncrl.engines.draft import Draft
+from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
+from asyncrl.engines.pace import Pace
 from asyncrl.engines.settings import EngineSettings, KVOnSync, SamplingSettings
+from asyncrl.engines.sync import Sync
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.protocols import SyncReport
-from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
-from asyncrl.weight_sync import manifest_to_json
+from asyncrl.types import PolicyVersion, TokenIds, WeightManifest
+from asyncrl.weight_sync.vllm_labels import SWITCH
 
 _HEALTH_INTERVAL_S = 0.25  # a server that is starting offers nothing to wait for but its port
 _RECOVERY_S = 10.0  # bounds what is done for an engine after a failed or cancelled sync
+_REFUSED = (400, 413, 422)  # what vLLM answers to a request that it will never run; all else may be the server's fault
 _ONCE = {"Connection": "close"}  # after an error in a control route the server drops the connection unannounced
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStatistics:
-    """What one engine is doing and has done."""
-
-    running: int
-    """Requests in the engine."""
-    begun: int
-    """Those of them whose first token has been sampled."""
-    waiting: int
-    """Requests that wait for a place or for a sync to end."""
-    completed: int
-    failed: int
-    withdrawn: int
-    """Requests sent again because new weights came before they had begun."""
-    tokens_sampled: int
-    syncs: int
-    version: PolicyVersion
 
 
 class _Request:
     """One request on its way. Mutable, owned by the task that sent it."""
 
-    def __init__(self, scope: trio.CancelScope) -> None:
-        self.scope = scope
-        self.begun = False
+    def __init__(self, engine: str) -> None:
+        self.answer = Answer(engine)
+        self.scope = trio.CancelScope()
         self.withdrawn = False
         self.failure = ""
+        self.kind: type[EngineError] = EngineError
+        """Of the failure."""
+        self.last_event: float | None = None
 
 
 class VLLMEngine:
     """A client of one server. Many tasks may sample at once; one at a time may pull.
 
     Example:
-        >>> async with VLLMEngine("engine-0", url, settings, sampling, end_token_ids=(2,)) as engine:  # doctest: +SKIP
+        >>> async with VLLMEngine("engine 0", url, settings, sampling, end_token_ids=(2,)) as engine:  # doctest: +SKIP
         ...     await engine.wait_healthy(settings.start_timeout_s)
-        ...     completion = await engine.sample(prompt, max_tokens=64, trajectory_id="7-0")
+        ...     draft = Draft(prompt, max_tokens=64, trajectory_id="7-0")
+        ...     await engine.generate(draft)
         ...     report = await engine.pull(manifest)
     """
 
@@ -97,20 +86,24 @@ class VLLMEngine:
         self._sampling = sampling
         self._end_token_ids = tuple(end_token_ids)
         self._run_id = run_id
-        self._places = trio.CapacityLimiter(settings.max_num_seqs)
         self._open = trio.Event()
         self._pulling = trio.Lock()
         self._sent: set[_Request] = set()
+        self._held_back = 0
         self._broken = ""
+        self._pace = Pace()
         self._completed = self._failed = self._withdrawn = self._tokens = self._syncs = 0
+        self._client = self._new_client()
+        self._open.set()
+
+    def _new_client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(
             max_connections=None,
-            max_keepalive_connections=settings.max_num_seqs,
+            max_keepalive_connections=self._settings.max_num_seqs,
             keepalive_expiry=2.0,  # the server closes idle connections after 5 s: never reuse one that it is closing
         )
         # no proxies: the server is on this host or on the cluster's own network
-        self._client = httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False)
-        self._open.set()
+        return httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False)
 
     async def __aenter__(self) -> VLLMEngine:
         return self
@@ -125,22 +118,42 @@ class VLLMEngine:
         with trio.move_on_after(_RECOVERY_S, shield=True):
             await self._client.aclose()
 
+    async def connect(self, url: str, version: PolicyVersion) -> None:
+        """Speak to a new server from now on, which was started with `version`; the one before is gone."""
+        await self.aclose()
+        self.url, self.version, self._broken = url.rstrip("/"), version, ""
+        self._client = self._new_client()
+
+    @property
+    def capacity(self) -> int:
+        """Requests that the server runs at once."""
+        return self._settings.max_num_seqs
+
     @property
     def broken(self) -> str:
         """Why the engine must not be sampled from, or "". A pull that succeeds mends it."""
         return self._broken
 
+    @property
+    def seconds_per_token(self) -> float | None:
+        """What one request waits for one token; grows while requests run and nothing comes."""
+        known = self._pace.seconds_per_token
+        if known is None or not any(request.answer.begun for request in self._sent):
+            return known
+        return max(known, self._pace.quiet_seconds(trio.current_time()) / self._settings.stream_interval)
+
     def statistics(self) -> EngineStatistics:
         """Return counts since the start."""
-        places = self._places.statistics()
         return EngineStatistics(
+            name=self.name,
             running=len(self._sent),
-            begun=sum(request.begun for request in self._sent),
-            waiting=places.tasks_waiting + places.borrowed_tokens - len(self._sent),
+            begun=sum(request.answer.begun for request in self._sent),
+            waiting=self._held_back,
             completed=self._completed,
             failed=self._failed,
             withdrawn=self._withdrawn,
             tokens_sampled=self._tokens,
+            tokens_per_second=self._pace.tokens_per_second(trio.current_time()),
             syncs=self._syncs,
             version=self.version,
         )
@@ -148,7 +161,7 @@ class VLLMEngine:
     # --- start ------------------------------------------------------------------------------------------------
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Return when the server answers and has what a run needs; its weights are then labelled `version`.
+        """Return when the server answers and has what a run needs; new to the run, its weights are labelled `version`.
 
         Raises: EngineError when it does not answer in time, or naming the flag that it was started without.
         """
@@ -158,7 +171,8 @@ class VLLMEngine:
                 try:
                     response = await self._client.get("/health")
                     if response.status_code == 200:
-                        await self._attach()
+                        if not await self._is_ours():
+                            await self._attach()
                         return
                     last = f"/health answers {response.status_code}"
                 except httpx.TransportError as error:
@@ -166,53 +180,84 @@ class VLLMEngine:
                 await trio.sleep(_HEALTH_INTERVAL_S)
         raise EngineError(f"{self.name} at {self.url} did not become healthy in {timeout_s:g} s: {last}")
 
+    async def _is_ours(self) -> bool:
+        """Tell whether the server has been in this run before, whatever it holds: then only a pull can mend it."""
+        return {report.get("run_id") for report in await self._reports()} == {self._run_id}
+
     async def _attach(self) -> None:
         needs = "VLLM_SERVER_DEV_MODE=1 in its environment"
+        await self._need("/resume", {}, needs)  # a run that was killed in a sync leaves it paused
         await self._need("/update_weight_version", {"new_version": str(self.version)}, needs)
         needs = '--weight-transfer-config \'{"backend": "asyncrl"}\' and asyncrl installed beside vLLM'
         init = {"init_info": {"run_id": self._run_id, "version": self.version}}
         await self._need("/init_weight_transfer_engine", init, needs)
         needs = "--worker-extension-cls asyncrl.weight_sync.vllm_engine.WorkerReport"
         await self._need("/collective_rpc", {"method": "asyncrl_weight_report"}, needs)
-        probe = self._body(TokenIds([0]), 1, ())
-        await self._need("/inference/v1/generate", probe, "--enable-scale-out")
+        probe = self._body(TokenIds([0]), 2, stop_token_ids=(), stream_interval=1)
+        response = await self._need("/inference/v1/generate", probe, "--enable-scale-out")
+        first = Answer(self.name)
+        first.add(next((line for line in response.text.splitlines() if line.startswith("data: {")), "data: nothing"))
+        try:
+            if not first.part().token_ids:
+                raise EngineError(first.complaint)
+        except EngineError as error:
+            raise EngineError(
+                f"{self.name} at {self.url} cannot serve a run: {error}. It needs {SWITCH}=1 in its environment and "
+                "asyncrl installed beside vLLM"
+            ) from None
 
-    async def _need(self, path: str, body: Mapping[str, Any], flag: str) -> None:
+    async def _need(self, path: str, body: Mapping[str, Any], flag: str) -> httpx.Response:
         response = await self._client.post(path, json=body, headers=_ONCE)
         if response.status_code != 200:
             raise EngineError(
                 f"{self.name} at {self.url} cannot serve a run: {path} answers {response.status_code} "
                 f"({first_line(response.text)}). It needs {flag}"
             )
+        return response
+
+    async def check(self) -> bool:
+        """Tell whether the server answers and holds, whole, the version that it is believed to hold.
+
+        Waits for a pull under way. What is asked takes no longer than a failed sync's recovery may.
+        """
+        async with self._pulling:
+            with trio.move_on_after(min(_RECOVERY_S, self._settings.sync_timeout_s)):
+                reports = await self._reports()
+                return not self._broken and _held(reports) == {self.version} and await self._is_ours()
+        return False
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
-    async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
-    ) -> Completion:
-        """Return one completion; see `protocols.Sampler`. At most `max_tokens`, less where the context ends before.
+    async def generate(self, draft: Draft) -> None:
+        """Go on with `draft` until it is whole; see `Engine`. Ends where the context ends.
 
-        Raises: EngineError when the server fails, is too slow, or answers what cannot be right.
+        Raises: EngineError when the server fails, is too slow, or answers what cannot be right; RequestRefused.
         """
-        room = self._settings.max_model_len - len(token_ids)
+        room = self._settings.max_model_len - len(draft.prompt)
         if room < 1:
-            raise EngineError(
-                f"a prompt of {len(token_ids)} tokens leaves no room in max_model_len = "
-                f"{self._settings.max_model_len} ([engine]; trajectory {trajectory_id})"
+            raise RequestRefused(
+                f"a prompt of {len(draft.prompt)} tokens leaves no room in max_model_len = "
+                f"{self._settings.max_model_len} ([engine]; trajectory {draft.trajectory_id})"
             )
-        async with self._places:
-            while True:
-                while not self._open.is_set():
-                    await self._open.wait()
-                if self._broken:
-                    raise EngineError(f"{self.name} is out of service: {self._broken}")
-                completion = await self._ask(token_ids, min(max_tokens, room), trajectory_id, stop_token_ids)
-                if completion is not None:
-                    return completion
+        while not draft.is_whole:
+            await self._wait_open()
+            if self._broken:
+                raise RequestNotSent(f"{self.name} is out of service: {self._broken}")
+            await self._ask(draft, min(draft.max_tokens, room) - len(draft.token_ids))
 
-    def _body(self, token_ids: TokenIds, max_tokens: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    async def _wait_open(self) -> None:
+        self._held_back += 1
+        try:
+            while not self._open.is_set():
+                await self._open.wait()
+        finally:
+            self._held_back -= 1
+
+    def _body(
+        self, context: TokenIds, max_tokens: int, *, stop_token_ids: Sequence[int], stream_interval: int
+    ) -> dict[str, Any]:
         return {
-            "token_ids": list(token_ids),
+            "token_ids": list(context),
             "stream": True,
             "cache_salt": f"version {self.version}",
             "sampling_params": {
@@ -222,57 +267,71 @@ class VLLMEngine:
                 "top_k": 0,
                 "logprobs": 0,
                 "ignore_eos": True,  # the end tokens are those given here, whatever the model's files say
-                "stop_token_ids": [*self._end_token_ids, *stop_token_ids],
+                "stop_token_ids": list(stop_token_ids),
                 "detokenize": False,
-                "stream_interval": max_tokens + 1,
+                "stream_interval": stream_interval,
             },
         }
 
-    async def _ask(
-        self, token_ids: TokenIds, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int]
-    ) -> Completion | None:
-        """Return the completion, or None if the request was withdrawn before it had begun."""
-        started = trio.current_time()
-        with trio.CancelScope(deadline=started + self._settings.request_timeout_s) as scope:
-            request = _Request(scope)
-            self._sent.add(request)
-            try:
-                lines = await self._stream(request, self._body(token_ids, max_tokens, stop_token_ids))
-                completion = completion_of(lines, self.name, trio.current_time() - started)
-                self._completed += 1
-                self._tokens += len(completion.token_ids)
-                return completion
-            except EngineError:
-                self._failed += 1
-                raise
-            finally:
-                self._sent.discard(request)
-        if request.withdrawn:
-            self._withdrawn += 1
-            return None
-        self._failed += 1
-        if request.failure:
-            raise EngineError(f"{self.name} is out of service: {request.failure}")
-        raise EngineError(
-            f"{self.name} took more than {self._settings.request_timeout_s:g} s for {max_tokens} tokens after "
-            f"{len(token_ids)} ([engine] request_timeout_s; trajectory {trajectory_id})"
+    async def _ask(self, draft: Draft, max_tokens: int) -> None:
+        """Add what the server samples to the draft: up to its end, unless the request is withdrawn before it begins."""
+        body = self._body(
+            draft.context(),
+            max_tokens,
+            stop_token_ids=(*self._end_token_ids, *draft.stop_token_ids),
+            stream_interval=self._settings.stream_interval,
         )
+        request = _Request(self.name)
+        request.scope.deadline = trio.current_time() + self._settings.request_timeout_s
+        self._sent.add(request)
+        try:
+            with request.scope:
+                await self._stream(request, body)
+        finally:
+            self._sent.discard(request)
+        try:
+            draft.take(request.answer.part(), self.name)
+            if not (draft.is_whole or request.withdrawn):
+                raise self._failure(request, draft, max_tokens)
+        except EngineError:
+            self._failed += 1
+            raise
+        self._completed += draft.is_whole
+        self._withdrawn += not draft.is_whole
 
-    async def _stream(self, request: _Request, body: Mapping[str, Any]) -> list[str]:
-        lines: list[str] = []
+    def _failure(self, request: _Request, draft: Draft, max_tokens: int) -> EngineError:
+        if request.failure:
+            return request.kind(request.failure)
+        if request.scope.cancelled_caught:
+            return EngineError(
+                f"{self.name} took more than {self._settings.request_timeout_s:g} s for {max_tokens} tokens after "
+                f"{len(draft.prompt)} ([engine] request_timeout_s; trajectory {draft.trajectory_id})"
+            )
+        return EngineError(request.answer.complaint)
+
+    async def _stream(self, request: _Request, body: Mapping[str, Any]) -> None:
+        answered = False
         try:
             async with self._client.stream("POST", "/inference/v1/generate", json=body) as response:
+                answered = True
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
-                    raise EngineError(f"{self.name} answers {response.status_code}: {first_line(text)}")
+                    request.failure = f"{self.name} answers {response.status_code}: {first_line(text)}"
+                    request.kind = RequestRefused if response.status_code in _REFUSED else EngineError
+                    return
                 # nothing may be raised in this loop: httpx's generators would be left half read
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        lines.append(line)
-                        request.begun = True
+                        self._note(request, request.answer.add(line))
         except httpx.HTTPError as error:
-            raise EngineError(f"{self.name} at {self.url} does not answer: {named(error)}") from error
-        return lines
+            request.failure = f"{self.name} at {self.url} does not answer: {named(error)}"
+            request.kind = EngineError if answered else RequestNotSent
+
+    def _note(self, request: _Request, num_tokens: int) -> None:
+        now = trio.current_time()
+        before, request.last_event = request.last_event, now
+        self._tokens += num_tokens
+        self._pace.note(num_tokens, None if before is None else now - before, now=now)
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -286,7 +345,7 @@ class VLLMEngine:
         """
         async with self._pulling:
             self._open = trio.Event()
-            sync = _Sync(self, manifest)
+            sync = Sync(self, manifest)
             try:
                 async with self._restoring(sync):
                     await sync.run()
@@ -297,7 +356,7 @@ class VLLMEngine:
             return sync.report()
 
     @asynccontextmanager
-    async def _restoring(self, sync: _Sync) -> AsyncIterator[None]:
+    async def _restoring(self, sync: Sync) -> AsyncIterator[None]:
         """Whatever ends the sync, leave the server running what it surely holds, or out of service."""
         try:
             yield
@@ -305,22 +364,22 @@ class VLLMEngine:
             grace_s = min(_RECOVERY_S, self._settings.sync_timeout_s)
             held: set[PolicyVersion | None] = set()
             with trio.move_on_after(grace_s, shield=True):
-                held = await self._held()
+                held = _held(await self._reports())
                 if held == {self.version} and await self._answers("/resume"):
                     raise
             held_now = ", ".join(map(str, held)) or "no one knows what"
-            self._break(f"after a failed sync to version {sync.manifest.version} ({error}) it holds {held_now}")
+            self._broken = f"after a failed sync to version {sync.manifest.version} ({error}) it holds {held_now}"
+            self.withdraw(self._broken)
             raise
 
-    async def _held(self) -> set[PolicyVersion | None]:
-        """Return the versions that the server's ranks hold whole; empty if that cannot be learnt."""
+    async def _reports(self) -> list[dict[str, Any]]:
+        """Return what each of the server's ranks says that it holds; nothing if that cannot be learnt."""
         try:
             body = {"method": "asyncrl_weight_report"}
             response = await self._client.post("/collective_rpc", json=body, headers=_ONCE)
-            reports = response.json()["results"] if response.status_code == 200 else []
-        except (httpx.HTTPError, ValueError, KeyError):
-            return set()
-        return {None if report["broken"] else report["version"] for report in reports}
+            return list(response.json()["results"]) if response.status_code == 200 else []
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return []
 
     async def _answers(self, path: str) -> bool:
         try:
@@ -328,16 +387,16 @@ class VLLMEngine:
         except httpx.HTTPError:
             return False
 
-    def _break(self, reason: str) -> None:
-        self._broken = reason
+    def withdraw(self, reason: str) -> None:
+        """End every running request as a failure; what each has sampled is in its draft."""
         for request in self._sent:
-            request.failure = reason
+            request.failure = f"{self.name} is out of service: {reason}"
             request.scope.cancel()
 
     def withdraw_unbegun(self) -> None:
         """Take back the requests that have not begun: they would begin under other weights than their salt names."""
         for request in self._sent:
-            if not request.begun:
+            if not request.answer.begun:
                 request.withdrawn = True
                 request.scope.cancel()
 
@@ -362,67 +421,6 @@ class VLLMEngine:
         return self._settings.sync_timeout_s
 
 
-class _Sync:
-    """One pull by one engine: its phases, each with a deadline."""
-
-    def __init__(self, engine: VLLMEngine, manifest: WeightManifest) -> None:
-        self.manifest = manifest
-        self._engine = engine
-        self._seconds: dict[str, float] = {}
-        self._stall_s = 0.0
-
-    async def run(self) -> None:
-        engine, version = self._engine, str(self.manifest.version)
-        mode = "wait" if engine.kv_on_sync is KVOnSync.FINISH else "keep"
-        await self._phase("pause", "/pause", params={"mode": mode, "clear_cache": "false"})
-        paused = trio.current_time()
-        await self._phase("start", "/start_weight_update")
-        await self._phase("update", "/update_weights", {"update_info": {"manifest": manifest_to_json(self.manifest)}})
-        await self._phase("finish", "/finish_weight_update", {"weight_version": version})
-        self._check(await self._phase("report", "/collective_rpc", {"method": "asyncrl_weight_report"}))
-        if engine.kv_on_sync is KVOnSync.RECOMPUTE:
-            await self._phase("recompute", "/reset_prefix_cache", params={"reset_running_requests": "true"})
-        engine.withdraw_unbegun()
-        await self._phase("resume", "/resume")
-        self._stall_s = trio.current_time() - paused
-
-    async def _phase(
-        self, phase: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
-    ) -> Any:
-        started = trio.current_time()
-        where = f"{self._engine.name}, {phase} of version {self.manifest.version}"
-        try:
-            with trio.fail_after(self._engine.sync_timeout_s):
-                answer = await self._engine.post(path, body, params or {})
-        except trio.TooSlowError:
-            raise WeightSyncError(
-                f"{where}: no answer in {self._engine.sync_timeout_s:g} s, {self.manifest.num_bytes} bytes under way "
-                "([engine] sync_timeout_s)"
-            ) from None
-        except WeightSyncError as error:
-            raise WeightSyncError(f"{where}: {error}") from error
-        self._seconds[phase] = trio.current_time() - started
-        return answer
-
-    def _check(self, answer: Any) -> None:
-        """Compare what every rank of the engine computed itself with the manifest."""
-        wanted = (self.manifest.run_id, self.manifest.version, self.manifest.digest)
-        for rank, report in enumerate(answer["results"]):
-            found = (report["run_id"], report["version"], report["digest"])
-            if report["broken"] or found != wanted:
-                raise WeightSyncError(
-                    f"{self._engine.name} rank {rank} says that it holds (run, version, digest) {found}, "
-                    f"sent was {wanted}{'; ' + report['broken'] if report['broken'] else ''}"
-                )
-            for part, seconds in report["seconds"].items():
-                self._seconds[f"update.{part}"] = max(seconds, self._seconds.get(f"update.{part}", 0.0))
-
-    def report(self) -> SyncReport:
-        return SyncReport(
-            engine=self._engine.name,
-            version=self.manifest.version,
-            verified=True,  # `_check` has raised otherwise
-            num_bytes=self.manifest.num_bytes,
-            seconds=self._seconds,
-            stall_seconds=self._stall_s,
-        )
+def _held(reports: Sequence[Mapping[str, Any]]) -> set[PolicyVersion | None]:
+    """Return the versions that a server's ranks hold; None stands for one that is not whole."""
+    return {None if report["broken"] else report["version"] for report in reports}

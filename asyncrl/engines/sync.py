@@ -1,0 +1,113 @@
+"""One pull of one version by one vLLM server: its phases in the one order that labels exactly, each with a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import trio
+
+from asyncrl.engines.settings import KVOnSync
+from asyncrl.errors import WeightSyncError
+from asyncrl.protocols import SyncReport
+from asyncrl.types import WeightManifest
+from asyncrl.weight_sync import manifest_to_json
+
+
+class SyncedServer(Protocol):
+    """The server that is synced."""
+
+    name: str
+
+    @property
+    def kv_on_sync(self) -> KVOnSync:
+        """What becomes of running requests' keys and values."""
+        ...
+
+    @property
+    def sync_timeout_s(self) -> float:
+        """Seconds that one phase of a sync may take."""
+        ...
+
+    async def post(self, path: str, body: Mapping[str, Any] | None, params: Mapping[str, str]) -> Any:
+        """Return the JSON that a control route answers. Raises: WeightSyncError."""
+        ...
+
+    def withdraw_unbegun(self) -> None:
+        """Take back the requests that have not begun: they would begin under other weights than their salt names."""
+        ...
+
+
+class Sync:
+    """One pull by one engine: its phases, each with a deadline."""
+
+    def __init__(self, engine: SyncedServer, manifest: WeightManifest) -> None:
+        self.manifest = manifest
+        self._engine = engine
+        self._seconds: dict[str, float] = {}
+        self._stall_s = 0.0
+
+    async def run(self) -> None:
+        """Go through the phases. Raises: WeightSyncError naming engine, phase and how much had been loaded."""
+        engine, version = self._engine, str(self.manifest.version)
+        mode = "wait" if engine.kv_on_sync is KVOnSync.FINISH else "keep"
+        await self._phase("pause", "/pause", params={"mode": mode, "clear_cache": "false"})
+        paused = trio.current_time()
+        await self._phase("start", "/start_weight_update")
+        await self._phase("update", "/update_weights", {"update_info": {"manifest": manifest_to_json(self.manifest)}})
+        await self._phase("finish", "/finish_weight_update", {"weight_version": version})
+        self._check(await self._phase("report", "/collective_rpc", {"method": "asyncrl_weight_report"}))
+        if engine.kv_on_sync is KVOnSync.RECOMPUTE:
+            await self._phase("recompute", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        engine.withdraw_unbegun()
+        await self._phase("resume", "/resume")
+        self._stall_s = trio.current_time() - paused
+
+    async def _phase(
+        self, phase: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
+    ) -> Any:
+        started = trio.current_time()
+        where = f"{self._engine.name}, {phase} of version {self.manifest.version}"
+        try:
+            with trio.fail_after(self._engine.sync_timeout_s):
+                answer = await self._engine.post(path, body, params or {})
+        except trio.TooSlowError:
+            raise WeightSyncError(
+                f"{where}: no answer in {self._engine.sync_timeout_s:g} s ([engine] sync_timeout_s); "
+                f"{self._loaded(phase)}"
+            ) from None
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{where}: {error}; {self._loaded(phase)}") from error
+        self._seconds[phase] = trio.current_time() - started
+        return answer
+
+    def _loaded(self, phase: str) -> str:
+        """Return in words how much of the version is in the engine when `phase` fails."""
+        num_bytes = self.manifest.num_bytes
+        if "update" in self._seconds:
+            return f"{num_bytes} of {num_bytes} bytes loaded"
+        return f"{'not known how many' if phase == 'update' else '0'} of {num_bytes} bytes loaded"
+
+    def _check(self, answer: Any) -> None:
+        """Compare what every rank of the engine computed itself with the manifest."""
+        wanted = (self.manifest.run_id, self.manifest.version, self.manifest.digest)
+        for rank, report in enumerate(answer["results"]):
+            found = (report["run_id"], report["version"], report["digest"])
+            if report["broken"] or found != wanted:
+                raise WeightSyncError(
+                    f"{self._engine.name} rank {rank} says that it holds (run, version, digest) {found}, "
+                    f"sent was {wanted}{'; ' + report['broken'] if report['broken'] else ''}"
+                )
+            for part, seconds in report["seconds"].items():
+                self._seconds[f"update.{part}"] = max(seconds, self._seconds.get(f"update.{part}", 0.0))
+
+    def report(self) -> SyncReport:
+        """Return what it took."""
+        return SyncReport(
+            engine=self._engine.name,
+            version=self.manifest.version,
+            verified=True,  # `_check` has raised otherwise
+            num_bytes=self.manifest.num_bytes,
+            seconds=self._seconds,
+            stall_seconds=self._stall_s,
+        )
