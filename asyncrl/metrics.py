@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from asyncrl.buffers import Amount, SelectionStatistics, Statement
+from asyncrl.engines import EngineStatistics, Health, PoolStatistics
 from asyncrl.run import Run
 from asyncrl.status import RunStatus
 
@@ -51,6 +52,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
         "Time in which weight syncs kept the engines from producing tokens.",
         lambda s: s.generation_stall_seconds,
     ),
+    ("asyncrl_requests_moved", "Requests that another engine went on with.", lambda s: s.requests_moved),
+    ("asyncrl_tokens_carried", "Tokens that moved requests had already.", lambda s: s.tokens_carried),
 )
 
 _GAUGES: tuple[tuple[str, str, str], ...] = (
@@ -159,6 +162,42 @@ class RunCollector(Collector):
         if status.evaluations:
             rate = status.evaluations[-1].solve_rate
             yield GaugeMetricFamily("asyncrl_evaluation_solve_ratio", "Held-out solve rate, last measured.", value=rate)
+
+
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStatistics], float]], ...] = (
+    ("asyncrl_engine_up", "1 where the engine is in service.", lambda e: e.health is Health.SERVING),
+    ("asyncrl_engine_health_seconds", "Since it came into service, or went out of it.", lambda e: e.health_seconds),
+    ("asyncrl_engine_policy_version", "Of the weights that it holds.", lambda e: e.version),
+    ("asyncrl_engine_requests_running", "Requests in the engine.", lambda e: e.running),
+    ("asyncrl_engine_tokens_per_second", "Sampled recently.", lambda e: e.tokens_per_second),
+)
+
+_ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStatistics], float]], ...] = (
+    ("asyncrl_engine_restarts", "Times that its server was started again.", lambda e: e.restarts),
+    ("asyncrl_engine_tokens_sampled", "Tokens that have arrived from it.", lambda e: e.tokens_sampled),
+    ("asyncrl_engine_requests_failed", "Requests that it failed; they go on elsewhere.", lambda e: e.failed),
+    ("asyncrl_engine_syncs", "Versions that it has pulled.", lambda e: e.syncs),
+)
+
+
+class EngineCollector(Collector):
+    """Turns the engines' statistics into Prometheus samples, one of each family for every engine."""
+
+    def __init__(self, statistics: Callable[[], PoolStatistics]) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family of the tables."""
+        pool = self._statistics()
+        for family, table in ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS)):
+            for name, help_text, read in table:
+                values = {engine.name: float(read(engine)) for engine in pool.engines}
+                yield _labelled(family, name, help_text, "engine", values)
+        yield GaugeMetricFamily(
+            "asyncrl_requests_waiting",
+            "Requests that wait for a place, an engine, or the end of a sync.",
+            value=pool.waiting,
+        )
 
 
 def _accounting(statement: Statement) -> Iterable[Metric]:

@@ -160,6 +160,8 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
         "weight_syncs": status.weight_syncs,
         "weight_syncs_verified": status.weight_syncs_verified,
         "generation_stall_seconds": status.generation_stall_seconds,
+        "requests_moved": status.requests_moved,
+        "tokens_carried": status.tokens_carried,
         "trajectories": dict(status.trajectories),
         "groups_trained": status.groups_trained,
         "groups_reused": status.groups_reused,

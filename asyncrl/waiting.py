@@ -67,7 +67,7 @@ class Queue(Protocol):
     """What has a queue of its own: the engines, the sandboxes."""
 
     def statistics(self) -> Any:
-        """Return counts that have `waiting`, and `running` or `open`."""
+        """Return counts that have `waiting`, and `running` or `open`; `absent`, if there, says who is missing."""
         ...
 
 
@@ -94,7 +94,8 @@ def explain(
         hidden = len(running) - _NAMED
         if hidden > 0:
             lines.append(f"{hidden} more groups are running, begun later")
-    lines += [_queue_line(name, queue) for name, queue in queues.items()]
+    for name, queue in queues.items():
+        lines += _queue_lines(name, queue.statistics())
     holders = ", ".join(str(group_id) for group_id in sorted(gate.holders)[: 2 * _NAMED])
     more = len(gate.holders) - 2 * _NAMED
     held = f" by groups {holders}" + (f" and {more} more" if more > 0 else "") if gate.holders else ""
@@ -121,8 +122,7 @@ def _group_line(group: RunningGroup, now: float) -> str:
     )
 
 
-def _queue_line(name: str, queue: Queue) -> str:
-    counts = queue.statistics()
+def _queue_lines(name: str, counts: Any) -> list[str]:
     busy = getattr(counts, "running", None)
     words = f"{busy} requests running" if busy is not None else f"{counts.open} open"
-    return f"{name}: {words}, {counts.waiting} waiting"
+    return [f"{name}: {words}, {counts.waiting} waiting", *getattr(counts, "absent", ())]

@@ -28,8 +28,9 @@ from asyncrl.buffers import GroupCommit, Journal
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
+from asyncrl.engines import EnginePool
 from asyncrl.errors import ConfigError
-from asyncrl.metrics import RunCollector
+from asyncrl.metrics import EngineCollector, RunCollector
 from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.processes import open_parts
 from asyncrl.progress import Progress
@@ -133,10 +134,17 @@ async def _train(
     progress = Progress(console, title=config.run.name, max_steps=config.run.steps)
     renderer = ChatRenderer.load(config.model.path)
     summary = None
+    recorder: RunRecorder | None = None
+
+    def say(note: str) -> None:
+        progress.say(note)
+        if recorder is not None:
+            recorder.phase()  # what an engine's death means for who waits for whom is in the status file
+
     async with trio.open_nursery() as beside:  # outlives the parts, so that signals are heard while they end
         with trio.CancelScope() as scope:
             beside.start_soon(_listen_for_signals, stop, scope, progress)
-            opening = open_parts(config, directory, renderer, checkpoint, progress.say)
+            opening = open_parts(config, directory, renderer, checkpoint, say)
             async with progress.shown(), opening as parts:
                 version = checkpoint.version if checkpoint else 0
                 recorder = RunRecorder(directory, progress, renderer.decode, version=version)
@@ -160,6 +168,8 @@ async def _train(
                 recorder.watch(run)
                 registry = CollectorRegistry()
                 registry.register(RunCollector(run))
+                if isinstance(parts.engines, EnginePool):
+                    registry.register(EngineCollector(parts.engines.statistics))
                 await beside.start(serve, make_asgi_app(registry), listener)
                 await run.train()
                 summary = recorder.finish(run, wall_seconds=trio.current_time() - started)
