@@ -42,7 +42,7 @@ def test_every_documented_figure_is_there(tmp_path: Path, capsys: pytest.Capture
             assert len(figures["seconds"]) == len(figures["cpu_seconds"]) == 2
             assert figures["tokens_per_second"] > 0
             assert figures["peak_bytes"] >= 0
-            assert figures["num_tokens"] == (144 if group == "ragged" else 96)
+            assert figures["num_tokens"] == (8 + 26 + 45 + 64 if group == "ragged" else 96)
     assert report["sharing"]["shared"]["tokens_forwarded"] == 48
     assert report["sharing"]["apart"]["tokens_forwarded"] == 96
     assert 0 < report["sharing"]["gradient_relative_difference"] < 0.05
