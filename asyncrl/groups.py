@@ -14,7 +14,7 @@ from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
 from asyncrl.idle import EngineIdle
 from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
-from asyncrl.resuming import Resumption
+from asyncrl.resume_plan import Resumption
 from asyncrl.run_journal import Draw, GroupAdmitted, GroupDropped, JournalledSampler, KeptWork, Kind, RunJournal
 from asyncrl.sampler import CountingSampler
 from asyncrl.status import RunStatus

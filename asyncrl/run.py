@@ -25,7 +25,8 @@ from asyncrl.evaluation import evaluate, is_solved
 from asyncrl.groups import GroupRollouts
 from asyncrl.idle import EngineIdle, LearnerIdle
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
-from asyncrl.resuming import Resumption, go_on, plan_resumption
+from asyncrl.resume_plan import Resumption, plan_resumption
+from asyncrl.resuming import go_on
 from asyncrl.run_history import RunHistory
 from asyncrl.run_journal import GroupsTrained, Kind, RunJournal
 from asyncrl.sampler import CountingSampler

@@ -11,7 +11,7 @@ import trio.testing
 
 from asyncrl.buffers import Amount, BufferSettings, GroupCommit, Journal, LostLine
 from asyncrl.checkpoint import CheckpointStore
-from asyncrl.resuming import plan_resumption
+from asyncrl.resume_plan import plan_resumption
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.run_history import RunHistory
 from asyncrl.run_journal import RunJournal

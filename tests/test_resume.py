@@ -23,7 +23,7 @@ from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.curriculum import Curriculum, CurriculumSettings, TaskOrder
 from asyncrl.errors import leaves
 from asyncrl.metrics import RunCollector
-from asyncrl.resuming import LOST_LINE, plan_resumption
+from asyncrl.resume_plan import LOST_LINE, plan_resumption
 from asyncrl.run import Limits
 from asyncrl.run_history import RunHistory, Sampled, opened_journal, read_history
 from asyncrl.run_journal import Kind

@@ -35,7 +35,7 @@ from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.processes import open_parts
 from asyncrl.progress import Progress
 from asyncrl.recording import RunRecorder
-from asyncrl.resuming import Resumption, plan_resumption
+from asyncrl.resume_plan import Resumption, plan_resumption
 from asyncrl.run import Limits, Run
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_history import opened_journal
