@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import trio
@@ -72,8 +72,11 @@ class GroupRollouts:
         self._kept = resumption.kept
         self._redraw = deque(resumption.redraw)
         self._open: dict[int, OpenGroup] = {
-            kept.group_id: OpenGroup(draw=kept.draw, position=kept.position) for kept in resumption.kept
+            kept.group_id: OpenGroup(draw=kept.draw, position=kept.position)
+            for kept in resumption.kept
+            if not kept.uses
         }
+        self._trained = {kept.group_id: kept.position for kept in resumption.kept if kept.uses}
         self._failed_in_a_row = 0
         self._collector = GroupCollector(environment, deadline_s=settings.group_deadline_s, retries=settings.retries)
         self._replacements = Replacements(settings.max_replacements)
@@ -88,23 +91,35 @@ class GroupRollouts:
         return [*running, *((draw, None) for draw in self._redraw)]
 
     @property
+    def reusable(self) -> Mapping[int, int]:
+        """group id -> steps that trained on it, of groups that one more step may use."""
+        return {group_id: uses for group_id, uses in self._buffer.reusable.items() if group_id in self._trained}
+
+    @property
     def needed_from(self) -> int:
-        """The position from which the journal tells of every open group."""
-        return min((group.position for group in self._open.values()), default=self._journal.position)
+        """The position from which the journal tells of every group that is open, or waits for a further use."""
+        positions = [group.position for group in self._open.values()]
+        positions += [self._trained[group_id] for group_id in self.reusable]
+        return min(positions, default=self._journal.position)
 
     def close(self, group_ids: Iterable[int]) -> None:
         """Note that groups were trained on."""
         for group_id in group_ids:
-            del self._open[group_id]
+            self._trained[group_id] = self._open.pop(group_id).position
+        self._trained = {group_id: self._trained[group_id] for group_id in self.reusable}
 
     async def run(self) -> None:
         """Start a group whenever the gate has a slot, until `stop` or the end of the tasks; wait for their ends."""
         async with trio.open_nursery() as nursery:
             for kept in self._kept:  # all before the first wait: the learner must not choose among some of them
                 self._gate.readmit(kept.group_id)
+                group = kept.group and replace(kept.group, admitted_at=trio.current_time())
+                if group is not None and kept.uses:
+                    self._buffer.put_back(group, uses=kept.uses)
+                    continue
                 self._buffer.admit(kept.group_id, sampled_since=kept.oldest_version)
-                if kept.group is not None:
-                    self._buffer.put(replace(kept.group, admitted_at=trio.current_time()))
+                if group is not None:
+                    self._buffer.put(group)
                 else:
                     nursery.start_soon(self._rollout, kept.group_id, kept.draw.task, kept.admitted_version, kept.work)
             while not self._stop.is_set():

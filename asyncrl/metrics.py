@@ -41,6 +41,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
     ("asyncrl_groups_trained", "Groups that were trained on, each once.", lambda s: s.groups_trained),
     ("asyncrl_groups_reused", "Groups that were trained on once more.", lambda s: s.groups_reused),
     ("asyncrl_expired_reuse", "Groups used less often than they may be: too old.", lambda s: s.expired_reuse),
+    ("asyncrl_lost_reuse", "Groups used less often than they may be: lost at a resume.", lambda s: s.lost_reuse),
     ("asyncrl_weight_syncs", "Versions that reached the engines.", lambda s: s.weight_syncs),
     (
         "asyncrl_weight_syncs_verified",

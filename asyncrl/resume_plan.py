@@ -5,6 +5,7 @@ Relative to the checkpoint, every task that was ever drawn is trained on once or
 - A finished group goes back into the buffer, under its own id.
 - A group that was running goes on under its own id; its finished episodes are kept, and its other turns are answered
   from the journal.
+- A group that was trained on and may be once more (`max_uses`) is put back with the uses that it had.
 - A group of which nothing is left has its task drawn again, before any new one.
 - A group that holds tokens of weights that the run does not have any more is of a lost line: the run went on from the
   checkpoint, was interrupted, and will go on from the checkpoint to other weights of the same number. `lost_line` tells
@@ -47,6 +48,8 @@ class KeptGroup:
     """What its oldest token counts as."""
     group: Group | None
     """The group, where it is finished."""
+    uses: int = 0
+    """Steps that have trained on it."""
     work: KeptWork
     """What it has, where it goes on."""
 
@@ -68,6 +71,8 @@ class Resumption:
     """Tasks to draw again, the first drawn first."""
     dropped: Mapping[int, str] = field(default_factory=dict)
     """group id -> reason, of groups that were under way and are not kept."""
+    num_lost_uses: int = 0
+    """Groups that waited for a further use, and of which too little is left for it."""
     next_group_id: int = 0
     notes: Sequence[str] = ()
     """What is kept and what is not, and what of the journal cannot be read, a line each."""
@@ -103,7 +108,9 @@ def plan_resumption(
         else:
             redraw[draw.draw_id] = draw
             dropped |= {attempt.group_id: kept for attempt in live[-1:]}
-    scheduled = _schedule(sorted(candidates, key=lambda kept: kept.group_id), version, settings)
+    reused, num_lost_uses = _reused(state.get("reusable", {}), line, version, history, settings, lost_line)
+    candidates.sort(key=lambda kept: kept.group_id)
+    scheduled = _schedule(candidates, version, settings, num_slots=settings.num_slots - len(reused))
     for candidate in candidates:
         if candidate not in scheduled:
             redraw[candidate.draw.draw_id] = candidate.draw
@@ -113,11 +120,34 @@ def plan_resumption(
         weights=line,
         is_new=not state and not history.events,
         history=history,
-        kept=scheduled,
+        kept=sorted([*reused, *scheduled], key=lambda kept: kept.group_id),
         redraw=[redraw[draw_id] for draw_id in sorted(redraw)],
         dropped=dropped,
+        num_lost_uses=num_lost_uses,
         next_group_id=max(state.get("next_group_id", 0), history.next_group_id),
     )
+
+
+def _reused(
+    uses: Mapping[str, int],
+    line: Mapping[PolicyVersion, str],
+    version: PolicyVersion,
+    history: RunHistory,
+    settings: BufferSettings,
+    lost_line: LostLine,
+) -> tuple[list[KeptGroup], int]:
+    """Return the groups that wait for a further use, and how many more there were.
+
+    Steps that used them after the checkpoint are taken again. They held their slots when it was written, beside the
+    groups that were open then, so that all of these have room now.
+    """
+    reused: list[KeptGroup] = []
+    for group_id, num_steps in uses.items():
+        attempt = history.attempts.get(int(group_id))
+        kept = _keep(attempt, line, version, history.resumes, lost_line) if attempt and attempt.finished else LOST
+        if isinstance(kept, KeptGroup) and kept.oldest_version + settings.max_off_policyness >= version:
+            reused.append(replace(kept, uses=num_steps))
+    return reused, len(uses) - len(reused)
 
 
 def _keep(
@@ -161,14 +191,16 @@ def _relabelled(trajectory: Trajectory, counts_as: Mapping[PolicyVersion, Policy
     return replace(trajectory, segments=segments)
 
 
-def _schedule(candidates: Sequence[KeptGroup], version: PolicyVersion, settings: BufferSettings) -> list[KeptGroup]:
-    """Return the groups, the first admitted first, that can all be trained on in time, within the gate's slots."""
+def _schedule(
+    candidates: Sequence[KeptGroup], version: PolicyVersion, settings: BufferSettings, *, num_slots: int
+) -> list[KeptGroup]:
+    """Return the groups, the first admitted first, that can all be trained on in time, within so many slots."""
     kept: list[KeptGroup] = []
     due: Counter[PolicyVersion] = Counter()
     for candidate in candidates:
         deadline = candidate.oldest_version + settings.max_off_policyness
         due[deadline] += 1
-        if len(kept) < settings.num_slots and _is_schedulable(due, version, settings.groups_per_step):
+        if len(kept) < num_slots and _is_schedulable(due, version, settings.groups_per_step):
             kept.append(candidate)
         else:
             due[deadline] -= 1

@@ -33,6 +33,7 @@ def go_on(
         return plan
     journal.note_weights(plan.weights, forget_before=plan.version - settings.max_off_policyness)
     again = replay(plan.history, environment, ledger, status, settings, version=plan.version)
+    status.lost_reuse += plan.num_lost_uses
     resumed = Resumed(version=plan.version, weights=plan.weights.get(plan.version, ""))
     journal.append_nowait(Kind.RESUMED, resumed)
     for group_id in sorted({*plan.dropped, *ledger.open_groups} - {kept.group_id for kept in plan.kept}):
@@ -52,11 +53,14 @@ def go_on(
 
 
 def _describe(plan: Resumption, again: Replayed) -> list[str]:
-    finished = sum(kept.group is not None for kept in plan.kept)
+    reused = sum(kept.uses > 0 for kept in plan.kept)
+    finished = sum(kept.group is not None for kept in plan.kept) - reused
     lines = [
-        f"{finished} finished groups are put back, {len(plan.kept) - finished} go on where they were, and "
+        f"{finished} finished groups are put back, {len(plan.kept) - finished - reused} go on where they were, and "
         f"{len(plan.redraw) + len(again.unrecorded)} tasks are drawn again"
     ]
+    if reused or plan.num_lost_uses:
+        lines.append(f"{reused} groups wait for a further use, and {plan.num_lost_uses} more did that are not left")
     reasons = Counter(plan.dropped.values())
     lines += [f"{count} groups are dropped: {reason}" for reason, count in sorted(reasons.items())]
     if again.unrecorded:

@@ -392,6 +392,7 @@ class Run:
                 {"draw_id": draw.draw_id, "group_id": group_id, "task": asdict(draw.task)}
                 for draw, group_id in self._rollouts.open_draws
             ],
+            "reusable": {str(group_id): uses for group_id, uses in self._rollouts.reusable.items()},
             "journal": {"position": self.journal.position, "needed_from": self._rollouts.needed_from},
             "weights": {str(version): digest for version, digest in self.journal.weights.items()},
         }

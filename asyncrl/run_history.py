@@ -114,7 +114,8 @@ def read_history(directory: Path, *, run_id: str, state: Mapping[str, Any]) -> R
     bounds = state.get("journal", {"position": 0, "needed_from": 0})
     settled_below = state.get("next_group_id", 0)
     history = RunHistory(position=bounds["position"], next_group_id=settled_below)
-    reader = _Reader(history, settled_below, {entry["group_id"] for entry in state.get("draws", ())})
+    held = {entry["group_id"] for entry in state.get("draws", ())} | {int(name) for name in state.get("reusable", ())}
+    reader = _Reader(history, settled_below, held)
     end = bounds["needed_from"]
     for item in read_journal(directory, run_id=run_id, from_position=bounds["needed_from"]):
         if isinstance(item, Damage):

@@ -26,7 +26,7 @@ class EvaluationResult:
     num_failed: int
     """Episodes that infrastructure ended; not in the rates."""
     by_task: Mapping[str, float]
-    """task id -> share of its episodes that were solved."""
+    """task id, of a mixture with its part before it -> share of its episodes that were solved."""
     seconds: float
 
 
@@ -52,6 +52,8 @@ class RunStatus:
     """Uses after a group's first."""
     expired_reuse: int = 0
     """Groups that were used less often than `max_uses`, because once more would have broken the bound."""
+    lost_reuse: int = 0
+    """Groups that were used less often than `max_uses`, because too little of them outlived an interruption."""
     max_staleness_trained: int = 0
     max_importance_ratio: float = 0.0
     weight_syncs: int = 0
@@ -163,6 +165,7 @@ _KEPT = (
     "groups_trained",
     "groups_reused",
     "expired_reuse",
+    "lost_reuse",
     "max_staleness_trained",
     "max_importance_ratio",
     "weight_syncs",

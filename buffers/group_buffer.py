@@ -120,6 +120,14 @@ class GroupBuffer:
         entry.group = group
         self._wake()
 
+    def put_back(self, group: Group, *, uses: int) -> None:
+        """Hand in a group that so many steps trained on before the run was interrupted, and that one more may use."""
+        assert 0 < uses < self._max_uses
+        entry = _Entry(self._version + self._max_off_policyness, group, uses)
+        assert self._last_use(entry) >= self._version
+        self._reusable[group.group_id] = entry
+        self._wake()
+
     def drop(self, group_id: int, reason: str) -> None:
         """Forget a group that will not be trained on; counted under `reason`."""
         del self._outstanding[group_id]
@@ -149,6 +157,16 @@ class GroupBuffer:
                 on_wait(choice.straggler)
             await self._changed.wait()
         return []
+
+    @property
+    def reusable(self) -> Mapping[int, int]:
+        """group id -> steps that trained on it, of groups that one more step may use."""
+        trained = {**self._reusable, **self._training}
+        return {
+            group_id: entry.uses
+            for group_id, entry in trained.items()
+            if entry.uses < self._max_uses and self._last_use(entry) >= self._version
+        }
 
     def is_first_use(self, group_id: int) -> bool:
         """Tell whether the step under way is the first to train on one of its groups."""

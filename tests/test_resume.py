@@ -134,6 +134,49 @@ def test_every_task_is_trained_on_once_whenever_the_run_is_killed(
         _check_end(simulation)
 
 
+_REUSE = BufferSettings(max_off_policyness=5, groups_per_step=2, group_size=3, max_uses=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost_line", list(LostLine))
+def test_groups_are_used_as_often_as_without_an_interruption(tmp_path: Path, lost_line: LostLine) -> None:
+    """Kills: groups that wait for a further use are forgotten at a resume, or come back with too few or too many."""
+    more: dict[str, Any] = {"buffer": _REUSE, "lost_line": lost_line}
+    with opened(tmp_path / "whole", **more) as whole:
+        simulate(whole)
+    rng, kills, waited = random.Random(f"reuse/{lost_line}"), 0, 0
+    while _run_until_killed(tmp_path / "killed", rng.uniform(0.1, 24), seed=kills, **more):
+        checkpoint = CheckpointStore(tmp_path / "killed" / "checkpoints", keep=2).newest()
+        waited += bool(checkpoint and checkpoint.state["reusable"])
+        kills += 1
+        assert kills < 100
+    assert waited >= 4
+    with opened(tmp_path / "killed", seed=99, **more) as resumed:
+        simulate(resumed)
+    for simulation in (whole, resumed):
+        uses, status = Counter(simulation.learner.weights), simulation.status
+        assert {*uses} == {f"task-{i}" for i in range(_TASKS) if f"task-{i}" not in _FAILING}
+        assert max(uses.values()) == 3
+        assert sum(count < 3 for count in uses.values()) == status.expired_reuse
+        assert status.lost_reuse == 0
+        assert status.groups_reused == uses.total() - len(uses)
+        assert status.max_staleness_trained <= 5
+    assert whole.status.expired_reuse == 0
+
+
+def test_a_further_use_whose_record_is_gone_is_counted(tmp_path: Path) -> None:
+    assert _run_until_killed(tmp_path, 20.0, buffer=_REUSE)
+    checkpoint = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
+    assert checkpoint is not None
+    waiting = len(checkpoint.state["reusable"])
+    assert waiting
+    for path in list_files(tmp_path / "journal"):
+        path.unlink()
+    with opened(tmp_path, seed=1, buffer=_REUSE) as simulation:
+        assert simulation.status.lost_reuse == waiting
+        assert f"0 groups wait for a further use, and {waiting} more did that are not left" in simulation.run.notes
+
+
 _CHILD = """
 import sys
 from pathlib import Path
