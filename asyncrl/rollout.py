@@ -43,6 +43,19 @@ class RolloutSettings:
     teacher_prompts: bool = False
     """Whether a teacher is told what `teacher_note` says, as its own longer prompt; [learner.teacher] reads it."""
 
+    @property
+    def command_s(self) -> float:
+        """Seconds after which a sandbox of the environment ends one command; 0 where it runs none.
+
+        An environment that runs the agent's code says it here, so that no deadline ends what the sandbox would judge.
+        """
+        return 0.0
+
+    @property
+    def longest_episode_s(self) -> float:
+        """Seconds that an episode may take by its own deadlines."""
+        return self.episode_timeout_s + self.grading_timeout_s
+
     def __post_init__(self) -> None:
         """Raises: ConfigError for a value out of range."""
         least = {"max_turns": 1, "max_tokens": 1, "max_episode_tokens": 2, "max_retries": 0}
@@ -53,6 +66,18 @@ class RolloutSettings:
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{name} must be > 0 and finite seconds, got {seconds} ([environment.options])")
+        if self.grading_timeout_s < self.command_s:
+            raise ConfigError(
+                f"grading_timeout_s must be at least the {self.command_s:g} s after which the sandbox ends a command, "
+                f"or code that never ends counts as a failed environment, got {self.grading_timeout_s:g} "
+                "([environment.options])"
+            )
+        if self.episode_timeout_s < self.max_turns * self.command_s:
+            raise ConfigError(
+                f"episode_timeout_s must be at least max_turns = {self.max_turns} times the {self.command_s:g} s after "
+                f"which the sandbox ends a command, {self.max_turns * self.command_s:g} s, got "
+                f"{self.episode_timeout_s:g} ([environment.options])"
+            )
 
 
 @dataclass(slots=True, kw_only=True)

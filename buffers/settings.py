@@ -51,7 +51,8 @@ class BufferSettings:
     group_deadline_s: float = 0.0
     """Seconds from a group's admission after which episodes that still run have failed: they are masked, and the group
     goes on with the others, if at least two have a reward (one of a group of one). 0 sets no deadline. For
-    environments that keep none of their own, or hang; above what a slow group may take. Evaluations keep it too."""
+    environments that keep none of their own, or hang; at least what an episode may take by its environment's own
+    deadlines. Evaluations keep it too."""
     retries: int = 0
     """How often the failed episodes of a group are started again, whatever the environment, before they are masked.
     Environments that start single episodes again by themselves (`max_retries`) need none."""

@@ -120,6 +120,7 @@ class Config:
         """Refuse settings of different parts that contradict each other."""
         if self.metrics.port in self.engine.ports:
             raise ConfigError(f"port {self.metrics.port} cannot be both [engine]'s and [metrics]'s")
+        self._check_group_deadline()
         self._check_warm_start()
         self._check_teacher()
         pays = getattr(resolve_options(self.environment), "pays_turns", None)
@@ -151,6 +152,18 @@ class Config:
                 f"{self.learner.critic.kind!r} ([learner.critic]): it is for losses that weigh tokens by an advantage "
                 f"over the group"
             )
+
+    def _check_group_deadline(self) -> None:
+        deadline, options = self.buffer.group_deadline_s, resolve_options(self.environment)
+        longest = getattr(options, "longest_episode_s", 0.0)  # an environment of a user's own need not say
+        if not 0 < deadline < longest:
+            return
+        part = f", part {options.slowest_part!r}" if hasattr(options, "slowest_part") else ""
+        raise ConfigError(
+            f"group_deadline_s must be 0, or at least the {longest:g} s that an episode of environment "
+            f"{self.environment.name!r}{part} may take by its own episode_timeout_s + grading_timeout_s "
+            f"([environment.options]): what these would still have graded would be masked, got {deadline:g} ([buffer])"
+        )
 
     def _check_warm_start(self) -> None:
         if self.warm_start.max_tokens > self.engine.max_model_len:

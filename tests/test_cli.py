@@ -95,6 +95,9 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("learner.credit={overlong_filter=true, overlong_max_length=9, overlong_buffer_length=3}",
          "exclude each other"),
         ("metrics.port=99999", "port must be between 0 and 65535, got 99999"),
+        ("buffer.slots=3", "slots must be 0, or between groups_per_step = 4 and (max_off_policyness + 1) *"),
+        ("buffer.group_deadline_s=179", "group_deadline_s must be 0, or at least the 180 s that an episode of"),
+        ("environment.options={grading_timeout_s=3}", "grading_timeout_s must be at least the 4 s after which"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_name(
@@ -104,6 +107,30 @@ def test_what_cannot_run_is_refused_by_name(
     error = _refused(capsys, "train", str(config), "--set", f"run.directory={directory}", "--set", setting)
     assert words in error
     assert not directory.exists(), "nothing may be half-started"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("window=2", "lower window from 2 to at most 1, raise max_off_policyness from 0"),
+        ("max_uses=2", "max_uses = 2 needs max_off_policyness >= 1"),
+        ("oversample=1", "oversample must be at most max_off_policyness * groups_per_step = 0"),
+        ("slots=5", "(max_off_policyness + 1) * groups_per_step = 4 groups, got 5"),
+    ],
+)
+def test_what_needs_staleness_is_refused_at_bound_zero(
+    setting: str, words: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("check", str(config), "--set", f"buffer.{setting}", "--set")
+    assert words in _refused(capsys, *arguments, "buffer.max_off_policyness=0")
+    assert main([*arguments, "buffer.max_off_policyness=1"]) == 0
+
+
+def test_an_episode_has_time_for_what_its_sandbox_allows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("check", str(config), "--set", "environment.options.max_turns=3", "--set")
+    error = _refused(capsys, *arguments, "environment.options.episode_timeout_s=11")
+    assert "episode_timeout_s must be at least max_turns = 3 times the 4 s after which" in error
+    assert main([*arguments, "environment.options.episode_timeout_s=12"]) == 0
 
 
 def test_an_environment_that_pays_turns_is_taken_for_credit_by_turn(config: Path) -> None:
@@ -218,6 +245,44 @@ def test_check_tells_what_a_warm_start_trains_on_and_refuses_a_bad_line(
     with file.open("a") as opened:
         opened.write('{"token_ids": [1, 384], "loss_mask": [0, 1]}\n')
     assert "demonstrations.jsonl, line 21: token 1 has id 384" in _refused(capsys, *arguments)
+
+
+def test_a_deadline_is_held_against_the_slowest_part_of_a_mixture(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = '{label="quick", name="bugfix"}, {label="slow", name="bugfix", options={episode_timeout_s=300}}'
+    arguments = ["check", str(config), "--set", "environment.name=mixed"]
+    arguments += ["--set", f"environment.options={{parts=[{parts}]}}", "--set"]
+    error = _refused(capsys, *arguments, "buffer.group_deadline_s=359")
+    assert "the 360 s that an episode of environment 'mixed', part 'slow' may take" in error
+    assert main([*arguments, "buffer.group_deadline_s=360"]) == 0
+
+
+def test_check_predicts_the_steady_state_from_given_rates_and_refuses_what_they_rule_out(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["check", str(config), "--json", "--rate", "environment_s=20", "--rate"]
+    assert main([*arguments, "failure_share=0"]) == 0
+    forecast = json.loads(capsys.readouterr().out)["forecast"]
+    assert forecast["staleness_max"] <= 1
+    assert 0 < forecast["learner_idle_share"] < 1
+    assert 0 < forecast["engine_idle_share"] < 1
+    assert forecast["buffer_bytes"] > 1000
+    error = _refused(capsys, *arguments, "completion_tokens=11000")
+    assert "episode_timeout_s = 120 ([environment.options]) ends most episodes" in error
+    assert "completion_tokens / request_tokens_per_second + environment_s = 130.0 s" in error
+    deadline = ("--set", "buffer.group_deadline_s=200", "--set", "environment.options={episode_timeout_s=140}")
+    error = _refused(capsys, *arguments, "completion_tokens=19000", *deadline)
+    assert "group_deadline_s = 200 ([buffer]) ends most episodes" in error
+
+
+def test_check_counts_the_engines_that_would_be_started(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["--rate", "engine_tokens_per_second=100", "--set", "engine.urls=[]", "--set"]
+    rates = []
+    for count in (1, 4):
+        assert main(["check", str(config), "--json", *slow, f"engine.count={count}"]) == 0
+        rates.append(json.loads(capsys.readouterr().out)["forecast"]["tokens_per_second"])
+    assert rates[1] > 2 * rates[0]
 
 
 def test_check_prints_the_plan_as_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

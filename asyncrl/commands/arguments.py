@@ -41,7 +41,7 @@ def rates_of(arguments: argparse.Namespace, config: Config) -> SimulationRates:
 
 def num_engines(config: Config) -> int:
     """Return how many engines a run of the configuration has."""
-    return max(1, len(config.engine.urls))
+    return len(config.engine.urls) or config.engine.count
 
 
 def forecast_of(

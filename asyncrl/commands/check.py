@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
 from asyncrl import run_directory
 from asyncrl.commands.arguments import add_config_arguments, add_rate_arguments, forecast_of, rates_of
 from asyncrl.configs import Config, dump_config, load_config, to_table
+from asyncrl.environments import resolve_options
+from asyncrl.errors import ConfigError
 from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings
 from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.serving import listen
+from asyncrl.simulation import SimulationRates
 from asyncrl.simulation.forecast import as_table
 from asyncrl.warm_start import WarmStart
 
@@ -48,7 +52,9 @@ def main(arguments: argparse.Namespace) -> int:
     plan = process_plan(config) | {"run directory": str(directory.path)}
     forecast = None
     if arguments.run is not None or arguments.rate:
-        forecast = forecast_of(config, rates_of(arguments, config), steps=_STEPS)
+        rates = rates_of(arguments, config)
+        check_deadlines(config, rates)
+        forecast = forecast_of(config, rates, steps=_STEPS)
     if demonstrations is not None:
         plan["warm start"] = WarmStart(demonstrations, config.warm_start).describe()
     if arguments.json:
@@ -64,6 +70,21 @@ def main(arguments: argparse.Namespace) -> int:
         for name, what in as_table(forecast).items():
             print(f"# {name}: {what}")
     return 0
+
+
+def check_deadlines(config: Config, rates: SimulationRates) -> None:
+    """Raise ConfigError where a median episode would not end before its deadline at these rates."""
+    median_s = rates.completion_tokens / rates.request_tokens_per_second + rates.environment_s
+    episode_s = getattr(resolve_options(config.environment), "episode_timeout_s", math.inf)
+    for name, section, deadline in (
+        ("group_deadline_s", "buffer", config.buffer.group_deadline_s or math.inf),
+        ("episode_timeout_s", "environment.options", episode_s),
+    ):
+        if deadline < median_s:
+            raise ConfigError(
+                f"{name} = {deadline:g} ([{section}]) ends most episodes: at these rates the median one takes "
+                f"completion_tokens / request_tokens_per_second + environment_s = {median_s:.1f} s (--rate, --from)"
+            )
 
 
 def process_plan(config: Config) -> dict[str, Any]:

@@ -54,6 +54,11 @@ class BugFixSettings(RolloutSettings):
     """Times that each training function is asked before the tasks are used up; 0 never ends."""
 
     @property
+    def command_s(self) -> float:
+        """See `RolloutSettings.command_s`."""
+        return _LIMITS.wall_s
+
+    @property
     def pays_turns(self) -> bool:
         """Whether single turns have rewards."""
         return self.turn_weight > 0

@@ -40,6 +40,11 @@ class HumanEvalFixSettings(RolloutSettings):
     """Times that each training task is asked before the tasks are used up; 0 never ends."""
 
     @property
+    def command_s(self) -> float:
+        """See `RolloutSettings.command_s`."""
+        return _LIMITS.wall_s
+
+    @property
     def pays_turns(self) -> bool:
         """Whether single turns have rewards: they have none."""
         return False

@@ -72,10 +72,24 @@ class MixedSettings:
             )
 
     @property
+    def slowest_part(self) -> str:
+        """The label of the part whose episodes may take longest."""
+        return max(self.parts, key=_longest_episode_s).label
+
+    @property
+    def longest_episode_s(self) -> float:
+        """Of the part whose episodes may take longest."""
+        return max(map(_longest_episode_s, self.parts))
+
+    @property
     def max_episode_tokens(self) -> int:
         """Of the part with the longest episodes."""
         found = (getattr(resolve_options(settings_of(part)), "max_episode_tokens", 0) for part in self.parts)
         return max(found)
+
+
+def _longest_episode_s(part: MixedPart) -> float:
+    return float(getattr(resolve_options(settings_of(part)), "longest_episode_s", 0.0))
 
 
 def settings_of(part: MixedPart) -> EnvironmentSettings:
