@@ -30,12 +30,22 @@ class RunRecorder:
     """
 
     def __init__(
-        self, directory: RunDirectory, progress: Progress, decode: Callable[[TokenIds], str], *, version: PolicyVersion
+        self,
+        directory: RunDirectory,
+        progress: Progress,
+        decode: Callable[[TokenIds], str],
+        *,
+        version: PolicyVersion,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`version` is that of the checkpoint which the run goes on from, or 0."""
+        """`version` is that of the checkpoint which the run goes on from, or 0.
+
+        `wall_clock` dates what is written, in seconds since 1970; it may jump, and nothing else goes by it.
+        """
         self._directory = directory
         self._progress = progress
         self._decode = decode
+        self._wall_clock = wall_clock
         self._run: Run | None = None
         self._generated = (0.0, 0.0)
         for path in (directory.metrics, directory.spikes):
@@ -89,7 +99,7 @@ class RunRecorder:
 
     def _append_metrics(self, record: Mapping[str, float], *, phase: str) -> None:
         with self._directory.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"phase": phase, **record, "time": time.time()}) + "\n")
+            file.write(json.dumps({"phase": phase, **record, "time": self._wall_clock()}) + "\n")
 
     def phase(self) -> None:
         """Write down what the run does now."""
@@ -115,7 +125,7 @@ class RunRecorder:
             self._directory.status,
             {
                 "pid": os.getpid(),
-                "time": time.time(),
+                "time": self._wall_clock(),
                 "phase": status.phase,
                 "moment": moment(self._run),
                 "straggler_group": self._run.learner_idle.straggler,

@@ -12,7 +12,7 @@ import trio.testing
 from asyncrl.buffers import Amount, BufferSettings, GroupCommit, Journal, LostLine
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.resume_plan import plan_resumption
-from asyncrl.run import Limits, Parts, Run
+from asyncrl.run import Limits, Parts, Recorder, Run
 from asyncrl.run_history import RunHistory
 from asyncrl.run_journal import RunJournal
 from asyncrl.status import RunStatus
@@ -37,6 +37,7 @@ class Simulation:
         history: RunHistory | None = None,
         lost_line: LostLine = LostLine.REDRAW,
         checkpoints: CheckpointStore | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         rates = rates or Rates()
         buffer = buffer or BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=4)
@@ -53,7 +54,7 @@ class Simulation:
             Parts(environment=self.environment, sampler=self.engine, learner=self.learner, engines=self.engine),
             buffer,
             limits or Limits(steps=12),
-            recorder=self.recorder,
+            recorder=recorder or self.recorder,
             checkpoints=self.checkpoints,
             status=RunStatus(),
             stop=self.stop,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from asyncrl import cli
 from asyncrl.buffers import DISCARDED, LOST, Amount, BufferSettings, Ledger, Order
 from asyncrl.metrics import RunCollector
 from asyncrl.progress import Progress
-from asyncrl.recording import RunRecorder
+from asyncrl.recording import RunRecorder, read_metrics
 from asyncrl.run import Limits
 from asyncrl.run_directory import RunDirectory
 from asyncrl.testing import Rates
@@ -109,6 +111,46 @@ def test_status_shows_where_everything_is(tmp_path: Path, capsys: pytest.Capture
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  groups: "))
     assert "generated = 12 trained + " in line
     assert line.endswith("+ 1 dropped (all_failed 1)")
+
+
+def test_a_wall_clock_that_jumps_dates_records_and_changes_nothing_else(tmp_path: Path) -> None:
+    """It is set forward and back, by years, whenever it is read."""
+    rng, directory = random.Random(5), RunDirectory(tmp_path)
+    directory.trajectories.mkdir(parents=True)
+    recorder = RunRecorder(
+        directory,
+        Progress(Console(file=io.StringIO()), title="run", max_steps=4),
+        lambda token_ids: "",
+        version=0,
+        wall_clock=lambda: 1e9 + rng.uniform(-1e8, 1e8),
+    )
+    limits = Limits(steps=4, checkpoint_every_steps=2)
+    simulation = Simulation(directory.checkpoints, rates=_RATES, limits=limits, recorder=recorder)
+
+    async def main() -> None:
+        recorder.watch(simulation.run)
+        await simulation.run.train()
+        summary = recorder.finish(simulation.run, wall_seconds=0.0)
+        assert summary["training_seconds"] == pytest.approx(trio.current_time())
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    steps = read_metrics(directory)
+    dates, seconds = [step["time"] for step in steps], [step["seconds"] for step in steps]
+    assert dates != sorted(dates)
+    assert seconds == sorted(seconds)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert (step["step_seconds"], step["sync_seconds"]) == pytest.approx((_RATES.step_s, _RATES.sync_s))
+        assert all(value >= 0 for name, value in step.items() if name.endswith("_seconds"))
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["step-2", "step-4"]
+
+
+def test_a_status_from_the_future_is_not_of_negative_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.config.touch()
+    directory.write_json(directory.status, {"time": time.time() + 1e6, "moment": "stepping"})
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["age_seconds"] == 0
 
 
 def _trajectory(name: str, num_tokens: int, *, failed: bool = False) -> Trajectory:

@@ -141,6 +141,27 @@ def test_nothing_imports_asyncio_or_threading() -> None:
     assert_imports(check)
 
 
+DATES = {"asyncrl.recording", "asyncrl.commands.status", "asyncrl.tokens"}
+"""Modules that read the wall clock: for the date of a record, and of a chat template that shows one."""
+
+WALL_CLOCK = ("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime", "time.strftime")
+WALL_CLOCK += ("time.CLOCK_REALTIME", "datetime.now", "datetime.utcnow", "datetime.today", "date.today", "getmtime")
+WALL_CLOCK += (".st_mtime", ".st_ctime", ".st_atime", ".st_mtime_ns", ".st_ctime_ns", ".st_atime_ns")
+
+
+def test_nothing_is_timed_or_ordered_by_a_clock_that_jumps() -> None:
+    """Clocks are set forward and back while a run goes on; durations and orders are of monotonic clocks and numbers."""
+    found: list[str] = []
+    for module, path in module_files().items():
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(WALL_CLOCK) and module not in DATES:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+            if isinstance(node, ast.ImportFrom) and node.module in {"time", "datetime"}:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: import the module, so that clocks are seen")
+    assert_none(found)
+
+
 def test_the_packages_are_never_imported_bare() -> None:
     def check(importer: str, imported: str) -> str | None:
         return f"imports {imported} instead of asyncrl.{imported}" if imported.split(".")[0] in FOLDERS else None

@@ -82,7 +82,7 @@ def read_status(directory: RunDirectory) -> dict[str, Any]:
         "moment": moment.get("moment", ""),
         "straggler_group": moment.get("straggler_group"),
         "waiting": moment.get("waiting", []) if running else [],
-        "age_seconds": time.time() - moment["time"] if moment else None,
+        "age_seconds": max(0.0, time.time() - moment["time"]) if moment else None,  # clocks are set back, too
         "counters": moment.get("counters", {}),
         "accounting": moment.get("accounting", {}),
         "selection": moment.get("selection", {}),
