@@ -4,11 +4,7 @@ An update is all or nothing. Everything that can be wrong with it is found befor
 mapped, its header compared with the manifest, names and shapes with the checkpoint that the engine was started from,
 and the digest of every tensor is computed from the bytes that this process sees. Only then is the model reloaded,
 in one call in which no decode step can run (the caller has paused the engine). If the reload itself fails, the model
-may be half new: the engine says so in its report and refuses everything until it is restarted.
-
-vLLM's loader is used for the reload (`initialize_layerwise_reload` ... `finalize_layerwise_reload`), because on a CPU
-the linear weights are kept packed for a kernel and the originals are dropped: plain `load_weights` has nothing to
-load into.
+may be half new: the engine says so in its report and refuses everything until it is restarted (`vllm_loading`).
 """
 
 from __future__ import annotations
@@ -25,12 +21,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import TensorEntry
 from asyncrl.weight_sync.manifest import manifest_from_json
 from asyncrl.weight_sync.names import check_names, checkpoint_shapes
+from asyncrl.weight_sync.vllm_loading import load_in_place
 from asyncrl.weight_sync.weight_file import WeightFile
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -107,16 +103,9 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             "load": time.perf_counter() - verified,
         }
 
-    @torch.no_grad()
     def _load(self, weights: WeightFile) -> None:
         self._broken = f"the reload of version {weights.manifest.version} did not finish"
-        initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(_tensors(weights))
-        finalize_layerwise_reload(self.model, self.model_config)
-        untouched = {name for name, _ in self.model.named_parameters()} - set(loaded or ())
-        if loaded is not None and untouched:
-            self._broken = f"version {weights.manifest.version} left {sorted(untouched)[0]} as it was"
-            raise WeightSyncError(f"{self._broken}: restart the engine")
+        load_in_place(self.model, self.model_config, _tensors(weights))
         self._broken = ""
 
     def finish_weight_update(self) -> None:

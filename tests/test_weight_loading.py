@@ -1,0 +1,57 @@
+"""How a version gets into vLLM's model: real vLLM layers in this process, no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import build_tiny_model, state_of
+from vllm_model import build_vllm_model, layer_outputs, wanted_outputs
+
+from asyncrl.errors import WeightSyncError
+
+pytestmark = pytest.mark.engine
+
+INPUTS = torch.randn((3, 128), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """vLLM's model, its configuration and the directory of the weights it began with."""
+    directory = build_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param == "tied")
+    return (*build_vllm_model(directory), directory)
+
+
+def another(directory: Path, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in state_of(directory).items()}
+
+
+def assert_holds(model: Any, state: dict[str, torch.Tensor]) -> None:
+    found, wanted = layer_outputs(model, INPUTS), wanted_outputs(state, INPUTS)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4, msg=lambda words, n=name: f"{n}: {words}")
+
+
+def test_a_version_reaches_every_weight_fused_packed_and_tied_ones_too(loaded: tuple[Any, Any, Path]) -> None:
+    """Kills: a tied output head that keeps what it packed from the first version."""
+    from asyncrl.weight_sync.vllm_loading import load_in_place
+
+    model, config, directory = loaded
+    assert_holds(model, state_of(directory))
+    for seed in (1, 2):
+        state = another(directory, seed)
+        load_in_place(model, config.model_config, state.items())
+        assert_holds(model, state)
+
+
+def test_a_version_without_a_tensor_is_told_by_its_name(loaded: tuple[Any, Any, Path]) -> None:
+    from asyncrl.weight_sync.vllm_loading import load_in_place
+
+    model, config, directory = loaded
+    state = another(directory, 3)
+    del state["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        load_in_place(model, config.model_config, state.items())

@@ -1,0 +1,74 @@
+"""vLLM's own model of the tiny weights, in this process and without a server: what its loader makes of a version."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def build_vllm_model(directory: Path, *, dtype: str = "float32") -> tuple[Any, Any]:
+    """Return vLLM's model of a model directory as its worker holds it, and vLLM's configuration."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")  # what vLLM imports is not this project's
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does before it loads
+        return _build(directory, dtype)
+
+
+def _build(directory: Path, dtype: str) -> tuple[Any, Any]:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+        model_parallel_is_initialized,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    arguments = EngineArgs(model=str(directory), dtype=dtype, enforce_eager=True, max_model_len=256)
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
+            init_distributed_environment(1, 0, f"file://{directory / 'rendezvous'}", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+        return get_model(vllm_config=config), config
+
+
+def layer_outputs(model: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what every weight of the first layer, the embedding and the head make of `inputs` [n, 128]."""
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        return {
+            "embed": model.model.embed_input_ids(torch.arange(8)),
+            "qkv": layer.self_attn.qkv_proj(inputs)[0],
+            "o": layer.self_attn.o_proj(inputs)[0],
+            "gate_up": layer.mlp.gate_up_proj(inputs)[0],
+            "down": layer.mlp.down_proj(torch.cat([inputs, inputs], 1))[0],
+            "norm": layer.input_layernorm.weight.clone(),
+            "head": model.compute_logits(inputs),
+        }
+
+
+def wanted_outputs(state: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the same from the tensors alone, by their names in a checkpoint."""
+    state = {name: tensor.to(inputs.dtype) for name, tensor in state.items()}
+    first = {name.removeprefix("model.layers.0."): tensor for name, tensor in state.items()}
+    embedding = state["model.embed_tokens.weight"]
+
+    def through(*names: str) -> torch.Tensor:
+        x = torch.cat([inputs, inputs], 1) if names == ("mlp.down_proj",) else inputs
+        return x @ torch.cat([first[f"{name}.weight"] for name in names]).T
+
+    return {
+        "embed": embedding[:8],
+        "qkv": through("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "o": through("self_attn.o_proj"),
+        "gate_up": through("mlp.gate_proj", "mlp.up_proj"),
+        "down": through("mlp.down_proj"),
+        "norm": first["input_layernorm.weight"],
+        "head": inputs @ state.get("lm_head.weight", embedding).T,
+    }
