@@ -5,6 +5,7 @@
      |- BoundaryError                something outside this process failed; at a boundary it becomes a status
      |   |- EngineError              an inference engine did not answer, or died
      |   |- SandboxError             a sandbox could not be had or broke for reasons that are not the agent's
+     |   |   `- UnsafeFilesError     what the agent left cannot be taken over; this one is the agent's doing
      |   |- EnvironmentFault         an environment broke its contract or died
      |   |- WeightSyncError          weights did not arrive, or not the ones that were sent
      |   |- LearnerError             the learner process failed a step or died
@@ -39,6 +40,10 @@ class EngineError(BoundaryError):
 
 class SandboxError(BoundaryError):
     """A sandbox could not be had, or broke for reasons that are not the agent's."""
+
+
+class UnsafeFilesError(SandboxError):
+    """What lies in a sandbox cannot be taken over: links, pipes, too many or too large files. The agent's doing."""
 
 
 class EnvironmentFault(BoundaryError):  # noqa: N818  (the field says fault; EnvironmentError is a builtin)

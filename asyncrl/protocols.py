@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from asyncrl.types import Completion, Group, PolicyVersion, Segment, Task, TokenIds, Trajectory, WeightManifest
@@ -149,6 +150,8 @@ class SandboxLimits:
     """Bytes of stdout and stderr together after which the command is ended."""
     kept_output_bytes: int = 64 * 2**10
     """Bytes kept of each stream: the first and the last half of this, with the cut marked."""
+    lifetime_s: float = 6 * 3600.0
+    """Seconds after which the sandbox is closed, whoever still holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,30 +171,130 @@ class ExecResult:
     peak_memory_bytes: int | None = None
     peak_pids: int | None = None
     detail: str = ""
-    """For `infrastructure`, what failed."""
+    """For `infrastructure`, what failed; else what else there is to know, such as that the shell is a new one."""
+
+
+class FileKind(StrEnum):
+    """What a name in a directory stands for."""
+
+    FILE = "file"
+    DIRECTORY = "directory"
+    LINK = "link"
+    """A symbolic link; never followed from outside."""
+    OTHER = "other"
+    """A socket, a pipe, a device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One thing below a directory, as it was found without being opened."""
+
+    path: str
+    """As `read` takes it, however odd: with newlines, or bytes that are no UTF-8 (as os.fsdecode)."""
+    kind: FileKind
+    num_bytes: int
+    """Apparent size; a sparse file says more than it holds."""
+
+
+class Snapshot(Protocol):
+    """Files that any number of sandboxes are opened over, copied only where one of them writes. Closed by `async with`.
+
+    Sandboxes that were opened over it go on after it is closed.
+    """
+
+    snapshot_id: str
+    num_bytes: int
+    num_files: int
+
+    async def aclose(self) -> None:
+        """Give the files up. May be called twice."""
+        ...
+
+    async def __aenter__(self) -> Snapshot: ...
+
+    async def __aexit__(self, *args: object) -> None: ...
 
 
 class Sandbox(Protocol):
-    """One place where an agent's code runs. Closed by `async with`."""
+    """One place where an agent's code runs. Closed by `async with`.
+
+    Relative paths are below the working directory; absolute ones must lie in it or in one of the sandbox's writable
+    places. One command runs at a time; others wait for their turn.
+    """
 
     sandbox_id: str
     wall: str
     """Names what holds the agent in: "bubblewrap", ... or a weaker wall that was asked for by name."""
 
-    async def exec(self, argv: Sequence[str], *, stdin: bytes = b"", wall_s: float | None = None) -> ExecResult:
-        """Run one command to its end, its stray children included. Never raises for what the agent did."""
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        wall_s: float | None = None,
+        output_bytes: int | None = None,
+        kept_output_bytes: int | None = None,
+    ) -> ExecResult:
+        """Run one command to its end, its stray children included. Never raises for what the agent did.
+
+        Its input is `stdin` and then the end: a program that waits for more sees that end. There is no terminal.
+        What is None is taken from the sandbox's limits.
+        """
         ...
 
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file below the working directory."""
+    async def shell(
+        self,
+        command: str,
+        *,
+        wall_s: float | None = None,
+        output_bytes: int | None = None,
+        kept_output_bytes: int | None = None,
+    ) -> ExecResult:
+        """Run shell text in the sandbox's one persistent shell; never raises for what the agent did.
+
+        Directory, variables, functions and background processes stay from call to call. The input of every command is
+        empty, so that a program that asks is told the end at once. The shell starts with the first call, and anew after
+        it exited or was ended by a limit, which ends everything in the sandbox; `detail` then says so.
+        What a background process writes belongs to the call during which it is read.
+        """
+        ...
+
+    async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
+        """Write a regular file, and the directories above it. Raises OSError (ENOSPC), SandboxError if unsafe."""
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1 * 2**20) -> bytes:
-        """Read a regular file below the working directory. Raises FileNotFoundError, or SandboxError if unsafe."""
+        """Return a regular file's content. Raises FileNotFoundError, or SandboxError if unsafe or larger."""
         ...
 
     async def list(self, path: str = ".") -> Sequence[str]:
-        """Return the names in a directory below the working directory."""
+        """Return the names in a directory, sorted. Raises FileNotFoundError, or SandboxError if unsafe."""
+        ...
+
+    async def walk(self, path: str = ".", *, max_entries: int = 10_000) -> Sequence[FileEntry]:
+        """Return all that lies below a directory, sorted by path; no link is followed and nothing is opened.
+
+        Raises: FileNotFoundError, or SandboxError if unsafe, or where there are more than `max_entries`.
+        """
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Return the working directory as it is now; waits for a running command.
+
+        What background processes write meanwhile may be in it or not. Processes, /tmp and other places do not come
+        along. Raises: SandboxError.
+        """
+        ...
+
+    async def fork(self) -> Sandbox:
+        """Return a new sandbox with the same limits, work and places, and the working directory as it is now.
+
+        Waits for a place as `SandboxBackend.open` does. Raises: SandboxError.
+        """
+        ...
+
+    async def kill(self) -> None:
+        """End every process inside, at once; the files stay."""
         ...
 
     async def aclose(self) -> None:
@@ -225,10 +328,29 @@ class SandboxBackend(Protocol):
         """Return the present counts."""
         ...
 
-    async def open(self, files: Mapping[str, bytes], *, limits: SandboxLimits) -> Sandbox:
-        """Return a new sandbox whose working directory holds `files` (path -> content).
+    async def prepare(self, files: Mapping[str, bytes], *, executable: Collection[str] = ()) -> Snapshot:
+        """Return a task's files (path -> content) for many sandboxes; those in `executable` may be run.
 
-        Raises: SandboxError when none can be had.
+        Raises: SandboxError where they cannot be kept.
+        """
+        ...
+
+    async def open(
+        self,
+        files: Mapping[str, bytes] | Snapshot,
+        *,
+        limits: SandboxLimits,
+        work: str = "/task",
+        places: Mapping[str, Snapshot | None] = MappingProxyType({}),
+    ) -> Sandbox:
+        """Return a new sandbox over `files`, waiting where as many are open as may be.
+
+        A mapping (path -> content) is written into it; a snapshot of this backend is laid below it, and copied only
+        where something is written.
+
+        Args: `work` is where the working directory appears inside; `places` are further absolute paths: a snapshot is
+        shown read-only, None is an empty writable directory within the same limits.
+        Raises: SandboxError when none can be had, or where the files do not fit into its limits.
         """
         ...
 

@@ -222,15 +222,19 @@ class Hierarchy:
                 "`systemd-run --user --scope -p Delegate=yes ...`"
             ) from None
 
-    def create(self, name: str, *, memory_bytes: int, max_pids: int) -> Group:
-        """Return a new group with its limits set. Raises OSError."""
+    def planned(self, name: str) -> Group:
+        """Return the group that `create` will make under this name."""
         unified = self._parents.get("unified")
-        group = Group(
+        return Group(
             version=self.version,
             memory=os.path.join(self._parents["memory"], name),
             pids=os.path.join(self._parents["pids"], name),
             unified=None if unified is None else os.path.join(unified, name),
         )
+
+    def create(self, name: str, *, memory_bytes: int, max_pids: int) -> Group:
+        """Return a new group with its limits set. Raises OSError."""
+        group = self.planned(name)
         for path in group.directories():
             os.mkdir(path)
         group.limit(memory_bytes=memory_bytes, max_pids=max_pids)

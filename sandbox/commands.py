@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.sandbox import cgroups
+from asyncrl.sandbox.layers import Layer
 
 NOT_EXECUTABLE = 126  # as a shell says it
 NOT_FOUND = 127
@@ -45,7 +46,7 @@ class Stream:
         return bytes(self.head) + b"\n[... %d bytes cut ...]\n" % cut + bytes(tail), True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Box:
     """One open sandbox."""
 
@@ -53,28 +54,51 @@ class Box:
     path: str
     uid: int | None
     limits: dict[str, Any]
-    group: cgroups.Group | None
-    directory: int
+    work: str
+    """Where the working directory appears inside."""
+    layer: Layer | None
+    """What the working directory lies over."""
+    deadline: float
+    """When it is closed, whoever holds it."""
+    group: cgroups.Group | None = None
+    directory: int = -1
     """Open file descriptor of its working directory."""
+    mounts: list[str] = field(default_factory=list)
+    """In the order in which they were made."""
+    held: list[Layer] = field(default_factory=list)
+    places: dict[str, Layer | None] = field(default_factory=dict)
+    binds: list[tuple[str, str, bool]] = field(default_factory=list)
+    """Where each place appears inside, where it lies, and whether it is written to."""
     command: Command | None = None
+    shell: Command | None = None
+    num_shells: int = 0
     was_killed: bool = False
     """Whether the group was ever killed as a whole. Linux kills at once what is later born into such a group."""
+    when_idle: list[Callable[[], None]] = field(default_factory=list)
+    """To be done once nothing runs any more."""
+
+    @property
+    def changed(self) -> str:
+        """Return the directory that holds what differs from the layer below, or all where there is none."""
+        return os.path.join(self.path, "task" if self.layer is None else "changed")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Command:
-    """One running command."""
+    """One running command, or the shell, which is one command after the other in the same process."""
 
-    request: int
+    request: int | None
+    """None while a shell has nothing to do."""
     box: Box
     pid: int
     pidfd: int
     started: float
     deadline: float
     before: cgroups.Counters
-    streams: dict[int, Stream]
-    """By descriptor; removed at its end."""
     outputs: tuple[Stream, Stream]
+    max_output_bytes: int
+    streams: dict[int, int]
+    """Descriptor -> index in `outputs`; removed at its end."""
     status: int
     init: int | None = None
     """Descriptor of the first process inside, readable when that and all others inside are gone."""
@@ -85,7 +109,17 @@ class Command:
     ended_by: str | None = None
     """The limit that made the launcher end it: "wall", "output" or "closed"."""
     exit_status: int | None = None
-    when_ended: list[Callable[[], None]] = field(default_factory=list)
+    report: int = -1
+    """Where a shell reports the end of each command."""
+    report_text: bytes = b""
+    number: int = 0
+    """Of the shell's present command."""
+    is_new: bool = False
+    """Whether this is the shell's first command, and not the sandbox's."""
+
+    @property
+    def is_shell(self) -> bool:
+        return self.report >= 0
 
     @property
     def num_bytes(self) -> int:
@@ -99,10 +133,15 @@ def exit_code(command: Command, stderr: bytes) -> int | None:
     """
     code = reported(command.status_text, "exit-code")
     if code is not None:
-        return 128 - code if 128 < code <= 128 + signal.NSIG else code
+        return as_signal(code)
     if stderr.startswith(b"bwrap: execvp "):
         return NOT_FOUND  # nothing has run, so nobody else has written this
     return NOT_EXECUTABLE if command.exit_status == NOT_EXECUTABLE << 8 else None
+
+
+def as_signal(code: int) -> int:
+    """Return -N for the code with which a shell, and bubblewrap, report signal N; else the code."""
+    return 128 - code if 128 < code <= 128 + signal.NSIG else code
 
 
 def reported(status: bytes, name: str) -> int | None:
@@ -117,7 +156,7 @@ def outcome(command: Command, after: cgroups.Counters, code: int | None, stderr:
     """Return how a command ended, told from what was counted, and what failed where the sandbox did."""
     before, limits = command.before, command.box.limits
     if command.ended_by == "closed":
-        return "infrastructure", "the sandbox was closed while the command ran"
+        return "infrastructure", "the sandbox's owner ended it while the command ran"
     if command.ended_by == "output":
         return "output", ""
     if after.memory_kills > before.memory_kills:

@@ -52,7 +52,7 @@ def build_stage(bubblewrap: Sequence[str], python_prefix: str | None, hidden: Se
     root = next(path for path in _MOUNT_POINTS if os.path.isdir(path))
     options = f"size={_STAGE_BYTES},mode=755"
     kernel.mount("asyncrl", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-    for name in ("box", "tools/bin/bin", "etc/alternatives"):
+    for name in ("box", "layer", "tools/bin/bin", "etc/alternatives"):
         os.makedirs(os.path.join(root, name))
     path = os.path.join(root, "tools/bin/bin/bwrap")
     _write(path, program, 0o755)
@@ -120,10 +120,13 @@ def _bring_python(root: str, source: int, uid: int | None) -> str:
     return target
 
 
-def arguments(stage: Stage, box: str, seccomp: int, status: int) -> bytes:
+def arguments(
+    stage: Stage, box: str, work: str, binds: Sequence[tuple[str, str, bool]], seccomp: int, status: int
+) -> bytes:
     """Return bubblewrap's options, NUL separated, for `--args`.
 
-    Args: the sandbox's directory on the stage; the descriptors of the filter (used up by one start) and of the status.
+    Args: the sandbox's directory on the stage; where its working directory appears; further places (where one appears,
+    where it lies, whether it is written to); the descriptors of the filter (used up by one start) and of the status.
     """
     options = [
         "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session",
@@ -145,10 +148,11 @@ def arguments(stage: Stage, box: str, seccomp: int, status: int) -> bytes:
     hidden = [option for path in stage.hidden for option in ("--tmpfs", path, "--remount-ro", path)]
     options += [
         "--proc", "/proc", "--ro-bind", "/dev/null", "/proc/cmdline", "--dev", "/dev",
-        "--bind", f"{box}/tmp", "/tmp", "--bind", f"{box}/shm", "/dev/shm", "--bind", f"{box}/task", WORK,
+        "--bind", f"{box}/tmp", "/tmp", "--bind", f"{box}/shm", "/dev/shm", "--bind", f"{box}/task", work,
+        *[option for place, source, write in binds for option in ("--bind" if write else "--ro-bind", source, place)],
         *python, *hidden,
         # after the binds: without it the agent could fill the memory behind / and /dev, which have no size of their own
         "--remount-ro", "/dev", "--remount-ro", "/",
-        "--chdir", WORK, "--seccomp", str(seccomp), "--json-status-fd", str(status),
+        "--chdir", work, "--seccomp", str(seccomp), "--json-status-fd", str(status),
     ]  # fmt: skip
     return b"".join(os.fsencode(option) + b"\0" for option in options)

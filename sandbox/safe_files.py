@@ -68,7 +68,7 @@ def read_file(directory: int, path: str, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def write_file(directory: int, path: str, data: bytes, owner: int | None) -> None:
+def write_file(directory: int, path: str, data: bytes, owner: int | None, *, executable: bool = False) -> None:
     """Write a regular file, with its directories where they are missing, owned by user `owner`.
 
     Raises: OSError (ENOSPC where the disk is full), or UnsafePathError.
@@ -86,6 +86,8 @@ def write_file(directory: int, path: str, data: bytes, owner: int | None) -> Non
                 view = view[os.write(descriptor, view) :]
             if owner is not None:
                 os.fchown(descriptor, owner, owner)
+            if executable:
+                os.fchmod(descriptor, 0o755)
         finally:
             os.close(descriptor)
     finally:
@@ -121,3 +123,43 @@ def list_directory(directory: int, path: str) -> list[str]:
     if len(names) > _MAX_NAMES:
         raise UnsafePathError(f"{path!r} has {len(names)} names, allowed are {_MAX_NAMES}")
     return names
+
+
+def walk(directory: int, path: str, max_entries: int) -> list[tuple[str, str, int]]:
+    """Return path, kind and size of all below `path`, sorted; nothing is opened but directories.
+
+    What is removed meanwhile is left out. Raises OSError, or UnsafePathError (also where there are more).
+    """
+    top = _clean(path)
+    os.close(_open(directory, top, os.O_RDONLY | os.O_DIRECTORY))
+    found: list[tuple[str, str, int]] = []
+    left = [top]  # by path, since an agent may make more directories than there are descriptors
+    while left:
+        here = left.pop()
+        prefix = "" if here == "." else here + "/"
+        try:
+            current = _open(directory, here, os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError, UnsafePathError):
+            continue  # it was removed or became something else since it was listed
+        try:
+            for name in os.listdir(current):
+                if len(found) == max_entries:
+                    raise UnsafePathError(f"{path!r} holds more than the {max_entries} files allowed")
+                try:
+                    status = os.stat(name, dir_fd=current, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    left.append(prefix + name)
+                found.append((prefix + name, _kind(status.st_mode), status.st_size))
+        finally:
+            os.close(current)
+    return sorted(found)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "link" if stat.S_ISLNK(mode) else "other"

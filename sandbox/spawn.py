@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.sandbox import kernel, profile
 from asyncrl.sandbox.commands import NOT_EXECUTABLE, Box
 
 _FAILED = 125
+REPORT = 9
+"""Descriptor on which a shell reports; one digit, since not every shell can redirect others."""
+_LOWEST = 10  # inherited descriptors are above those that a command begins with
 _OPEN_FILES = 256
 _UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
 _NUM_UIDS = 60_000
@@ -29,6 +33,8 @@ class Spawned:
     stderr: int
     status: int
     """Where bubblewrap reports on the command."""
+    report: int
+    """Where a shell reports on its commands; -1 for other programs."""
 
 
 def user(number: int) -> int | None:
@@ -36,23 +42,40 @@ def user(number: int) -> int | None:
     return _UID_BASE + number % _NUM_UIDS if os.geteuid() == 0 else None
 
 
-def spawn(stage: profile.Stage, box: Box, argv: Sequence[str], *, has_input: bool, seccomp: bytes) -> Spawned:
+def spawn(
+    stage: profile.Stage, box: Box, argv: Sequence[str], *, has_input: bool, seccomp: bytes, reports: bool = False
+) -> Spawned:
     """Start a command in a sandbox. Raises OSError where no process can be had."""
-    status, status_write = os.pipe2(os.O_CLOEXEC)
+    status, status_write = _pipe()
     filter_file = _sealed("seccomp", seccomp)  # bubblewrap uses one up at each start
-    arguments = _sealed("arguments", profile.arguments(stage, box.path, filter_file, status_write))
+    options = profile.arguments(stage, box.path, box.work, box.binds, filter_file, status_write)
+    arguments = _sealed("arguments", options)
     stdout, stdout_write = os.pipe2(os.O_CLOEXEC)
     stderr, stderr_write = os.pipe2(os.O_CLOEXEC)
     stdin_read, stdin = os.pipe2(os.O_CLOEXEC) if has_input else (os.open(os.devnull, os.O_RDONLY), None)
-    standard, inherited = (stdin_read, stdout_write, stderr_write), (filter_file, arguments, status_write)
+    report, report_write = _pipe() if reports else (-1, -1)
+    placed = {0: stdin_read, 1: stdout_write, 2: stderr_write, **({REPORT: report_write} if reports else {})}
+    inherited = filter_file, arguments, status_write
     command_line = [stage.bubblewrap, "--args", str(arguments), "--", *_limited(box, argv)]
     pid, in_group = _fork(box)
     if pid == 0:
         entrances = () if box.group is None else box.group.entrances(forked_into=in_group)
-        _become(box, command_line, standard, inherited, entrances)
-    for descriptor in (*standard, *inherited):
+        _become(box, command_line, placed, inherited, entrances)
+    for descriptor in (*placed.values(), *inherited):
         os.close(descriptor)
-    return Spawned(pid=pid, stdin=stdin, stdout=stdout, stderr=stderr, status=status)
+    return Spawned(pid=pid, stdin=stdin, stdout=stdout, stderr=stderr, status=status, report=report)
+
+
+def _pipe() -> tuple[int, int]:
+    """Return a pipe whose writing end is a descriptor that no other will be placed on."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    return read, _raised(write)
+
+
+def _raised(descriptor: int) -> int:
+    raised = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LOWEST)
+    os.close(descriptor)
+    return raised
 
 
 def _fork(box: Box) -> tuple[int, bool]:
@@ -71,7 +94,7 @@ def _fork(box: Box) -> tuple[int, bool]:
 
 def _sealed(name: str, content: bytes) -> int:
     """Return a new memory file, at its start."""
-    descriptor = os.memfd_create(name)
+    descriptor = _raised(os.memfd_create(name))
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
@@ -86,11 +109,11 @@ def _limited(box: Box, argv: Sequence[str]) -> list[str]:
 
 
 def _become(
-    box: Box, argv: Sequence[str], standard: Sequence[int], inherited: Sequence[int], entrances: Sequence[str]
+    box: Box, argv: Sequence[str], placed: Mapping[int, int], inherited: Sequence[int], entrances: Sequence[str]
 ) -> None:
     """Turn this forked child into bubblewrap. Never returns."""
     try:
-        for target, descriptor in enumerate(standard):
+        for target, descriptor in placed.items():
             os.dup2(descriptor, target)
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)

@@ -16,7 +16,7 @@ import asyncrl
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import Outcome, SandboxBackend, SandboxLimits
 from asyncrl.sandbox import SandboxSettings, open_backend, probe
-from asyncrl.sandbox.bubblewrap import find_bubblewrap, find_python, hidden_directories
+from asyncrl.sandbox.machine import find_bubblewrap, find_python, hidden_directories
 from asyncrl.sandbox.seccomp import seccomp_program
 
 
