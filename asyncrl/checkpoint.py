@@ -3,7 +3,7 @@
 checkpoints/step-12/model/         the weights in Hugging Face form; transformers and vLLM load it as it is
                     learner/       optimizer, scheduler and random state
                     orchestrator.json   task position, open tasks, counters
-                    manifest.json  every file with its size, written last
+                    manifest.json  every file with its size, and a digest of that and of the state; written last
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from asyncrl.types import PolicyVersion
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"
 _STATE = "orchestrator.json"
-FORMAT = 2
+FORMAT = 3
 """Of the directory; a reader refuses what it does not know."""
 
 
@@ -72,7 +73,8 @@ class CheckpointStore:
         files = {
             str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
         }
-        _write_json(partial / _MANIFEST, {"format": FORMAT, "version": version, "files": files})
+        manifest = {"format": FORMAT, "version": version, "files": files}
+        _write_json(partial / _MANIFEST, manifest | {"digest": _digest(manifest, partial)})
         final = self._directory / f"{_PREFIX}{version}"
         if final.exists():  # left by a run that was resumed from an older checkpoint
             shutil.rmtree(final)
@@ -83,9 +85,20 @@ class CheckpointStore:
         return Checkpoint(directory=final, version=version, state=state)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint, or None. Raises CheckpointError naming what is missing from it."""
+        """Return the newest checkpoint, or None. Raises: CheckpointError naming what of it is missing or changed, and
+        the one before it, from which the run can go on as well.
+        """
         versions = self._versions()
-        return load_checkpoint(self._directory / f"{_PREFIX}{versions[-1]}") if versions else None
+        if not versions:
+            return None
+        newest = self._directory / f"{_PREFIX}{versions[-1]}"
+        try:
+            return load_checkpoint(newest)
+        except CheckpointError as error:
+            if len(versions) == 1:
+                raise
+            before = f"{_PREFIX}{versions[-2]}"
+            raise CheckpointError(f"{error}; move {newest} out of the way to go on from {before}") from error
 
     def oldest_state(self) -> Mapping[str, Any]:
         """Return the orchestrator's state in the oldest checkpoint that is kept; there must be one."""
@@ -106,19 +119,34 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def load_checkpoint(directory: Path) -> Checkpoint:
-    """Return the checkpoint in `directory` after checking that every file is there with its size."""
+    """Return the checkpoint in `directory` after checking that every file is there with its size.
+
+    Raises: CheckpointError.
+    """
     manifest = _read_json(directory / _MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{directory / _MANIFEST} has format {manifest.get('format')!r}; this version of asyncrl reads {FORMAT}"
         )
+    digest = manifest.pop("digest", None)
     for name, num_bytes in manifest["files"].items():
         path = directory / name
         found = path.stat().st_size if path.is_file() else None
         if found != num_bytes:
             what = "is missing" if found is None else f"has {found} bytes, not {num_bytes}"
             raise CheckpointError(f"checkpoint {directory}: {name} {what}")
+    if digest != (found := _digest(manifest, directory)):
+        raise CheckpointError(
+            f"checkpoint {directory}: {_MANIFEST} has the digest {digest}, and it and {_STATE} give {found}: one of "
+            "them was changed after it was written"
+        )
     return Checkpoint(directory=directory, version=manifest["version"], state=_read_json(directory / _STATE))
+
+
+def _digest(manifest: Mapping[str, Any], directory: Path) -> str:
+    """Return the CRC-32 of a manifest and of the orchestrator's state; the learner's files are known by their sizes."""
+    crc = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    return f"{zlib.crc32((directory / _STATE).read_bytes(), crc):08x}"
 
 
 def _write_json(path: Path, value: Any) -> None:
