@@ -6,6 +6,7 @@ spikes.jsonl      largest token ratios, a line a step
 checkpoints/      step-N/                trajectories/   one file a step
 logs/             of every child         lock            held by the orchestrator that runs
 journal/          what is finished and not yet in a checkpoint, under the run's run_id
+format.json       of all this, and the version of asyncrl that began the run
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from asyncrl import __version__
 from asyncrl.configs import Config, differences, dump_config, load_config
 from asyncrl.errors import ConfigError
+
+FORMAT = 1
+"""Of a run directory; a run is not gone on with in any other."""
 
 _MAY_DIFFER = (
     "run.steps",
@@ -49,6 +54,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
+        self.format = path / "format.json"
         self.metrics = path / "metrics.jsonl"
         self.spikes = path / "spikes.jsonl"
         self.status = path / "status.json"
@@ -104,7 +110,8 @@ def choose(config: Config, *, resume: bool, root: Path = Path("runs")) -> RunDir
     if resume:
         if not directory.config.is_file():
             raise ConfigError(f"there is no run to resume in {path}: it holds no config.toml; leave --resume out")
-        _check_same(config, load_config(directory.config), path)
+        _check_format(directory)
+        _check_same(config, _begun_with(directory), path)
     elif path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(
             f"the run directory {path} is not empty: take another directory ([run]), or go on with it by --resume"
@@ -125,6 +132,8 @@ def opened(directory: RunDirectory, config: Config) -> Iterator[None]:
         raise ConfigError(f"cannot write the run directory {directory.path}: {error.strerror} ([run])") from None
     with directory.locked():
         _write_config(directory, config)
+        if not directory.format.exists():
+            directory.write_json(directory.format, {"format": FORMAT, "asyncrl": __version__})
         yield
 
 
@@ -135,6 +144,28 @@ def _write_config(directory: RunDirectory, config: Config) -> None:
         partial.replace(directory.config)
     except OSError as error:
         raise ConfigError(f"cannot write the run directory {directory.path}: {error.strerror} ([run])") from None
+
+
+def _check_format(directory: RunDirectory) -> None:
+    """Raise ConfigError where another version of asyncrl wrote the run and this one would misread it."""
+    path, ours = directory.path, f"this version, {__version__}, goes on with format {FORMAT}"
+    end = "go on with the version that began the run, or begin a new one; nothing was changed"
+    if not directory.format.is_file():
+        raise ConfigError(f"{path} was written by an older asyncrl, before formats were noted; {ours}: {end}")
+    try:
+        found = json.loads(directory.format.read_text(encoding="utf-8"))
+        number, writer = found["format"], found["asyncrl"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{directory.format} is broken: it must name a format and a version of asyncrl") from None
+    if number != FORMAT:
+        raise ConfigError(f"{path} has format {number}, written by asyncrl {writer}; {ours}: {end}")
+
+
+def _begun_with(directory: RunDirectory) -> Config:
+    try:
+        return load_config(directory.config)
+    except ConfigError as error:
+        raise ConfigError(f"{directory.config}, as the run was begun: {error}") from error
 
 
 def check_space(directory: RunDirectory, config: Config) -> None:

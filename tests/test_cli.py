@@ -189,6 +189,34 @@ def test_a_run_of_another_configuration_is_not_resumed(
     assert run_directory.choose(longer, resume=True).path == tmp_path / "run"
 
 
+def test_a_run_directory_of_another_version_is_not_gone_on_with(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    setting = f"run.directory={directory.path}"
+    with run_directory.opened(directory, load_config(config, [setting])):
+        pass
+    assert run_directory.choose(load_config(config, [setting]), resume=True).path == directory.path
+
+    def refused() -> str:
+        before = {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+        words = _refused(capsys, "train", str(config), "--resume", "--set", setting)
+        assert before == {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+        return words
+
+    directory.format.write_text('{"format": 2, "asyncrl": "9.0"}')
+    assert "has format 2, written by asyncrl 9.0; this version, 0.1.0, goes on with format 1" in refused()
+    directory.format.write_text('{"format"')
+    assert "format.json is broken" in refused()
+    directory.format.unlink()
+    assert "was written by an older asyncrl" in refused()
+    with run_directory.opened(directory, load_config(config, [setting])):
+        pass
+    with directory.config.open("a") as file:
+        file.write("[telepathy]\nreach = 3\n")
+    assert "config.toml, as the run was begun: unknown section 'telepathy'" in refused()
+
+
 def test_a_broken_task_file_is_refused_with_its_line_before_anything_starts(
     config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
