@@ -29,6 +29,8 @@ async def evaluate(
 ) -> EvaluationResult:
     """Return the solve rate over `samples` episodes of each task; `on_task` hears how many tasks are done.
 
+    The tasks of one environment have different ids.
+
     Episodes of a task that still run `deadline_s` after it began have failed; 0 is no deadline.
 
     Raises: EnvironmentFault when no episode at all carries a reward.
@@ -37,17 +39,19 @@ async def evaluate(
     limit = trio.CapacityLimiter(concurrent_tasks)
     results: dict[str, Sequence[Trajectory]] = {}
     started = trio.current_time()
+    mixed = len({task.environment for task in tasks}) > 1  # parts of a mixture may ask tasks of the same id
+    names = {f"{task.environment}/{task.task_id}" if mixed else task.task_id: task for task in tasks}
 
-    async def one(task: Task) -> None:
+    async def one(name: str, task: Task) -> None:
         async with limit:
-            group_id = f"evaluation-{version}-{task.task_id}"
-            results[task.task_id] = await collector.collect(task, sampler, group_id=group_id, group_size=samples)
+            group_id = f"evaluation-{version}-{name}"
+            results[name] = await collector.collect(task, sampler, group_id=group_id, group_size=samples)
         on_task(len(results))
 
     async with trio.open_nursery() as nursery:
-        for task in tasks:
-            nursery.start_soon(one, task)
-    scored = [t for task in tasks for t in results[task.task_id] if t.reward is not None]
+        for name, task in names.items():
+            nursery.start_soon(one, name, task)
+    scored = [t for name in names for t in results[name] if t.reward is not None]
     failed = sum(len(trajectories) for trajectories in results.values()) - len(scored)
     if not scored:
         details = {t.detail for trajectories in results.values() for t in trajectories}
@@ -60,9 +64,9 @@ async def evaluate(
         num_samples=len(scored),
         num_failed=failed,
         by_task={
-            task.task_id: fmean(is_solved(t) for t in done)
-            for task in tasks
-            if (done := [t for t in results[task.task_id] if t.reward is not None])
+            name: fmean(is_solved(t) for t in done)
+            for name in names
+            if (done := [t for t in results[name] if t.reward is not None])
         },
         seconds=trio.current_time() - started,
     )

@@ -16,9 +16,11 @@ from loop_simulation import Simulation, audited, simulate
 from asyncrl.buffers import RETRIED, BufferSettings
 from asyncrl.collecting import GroupCollector
 from asyncrl.errors import ConfigError, EnvironmentFault, leaves
+from asyncrl.evaluation import evaluate
 from asyncrl.protocols import Sampler, reports_trajectories
 from asyncrl.rollout import MultiTurnEnvironment
 from asyncrl.run import Limits
+from asyncrl.status import EvaluationResult
 from asyncrl.testing import FakeEngine, FakeEnvironment, Rates
 from asyncrl.types import Task, Trajectory, TrajectoryStatus
 
@@ -125,6 +127,18 @@ def test_an_evaluation_ends_though_a_worker_never_returns(tmp_path: Path) -> Non
     simulate(simulation)
     (result,) = simulation.recorder.evaluations
     assert (result.num_samples, result.num_failed) == (5, 1)
+
+
+def test_held_out_tasks_of_a_mixture_may_have_the_same_id_in_two_parts() -> None:
+    tasks = [Task(task_id="same", environment=label) for label in ("left", "right")]
+
+    async def main() -> EvaluationResult:
+        fakes = FakeEnvironment(_RATES, random.Random(0)), FakeEngine(_RATES, random.Random(1))
+        return await evaluate(*fakes, tasks, samples=3, version=0, concurrent_tasks=2)
+
+    result = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert {*result.by_task} == {"left/same", "right/same"}
+    assert result.num_samples == 6
 
 
 def test_failed_episodes_are_started_again_as_often_as_was_asked() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from asyncrl.environments import ENVIRONMENTS, EnvironmentSettings, load_environ
 from asyncrl.environments.bugfix import BugFixSettings
 from asyncrl.environments.loading import environment_class
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Environment, Sandbox, SandboxLimits
-from asyncrl.tokens import ChatRenderer
+from asyncrl.protocols import Environment, Sandbox, SandboxBackend, SandboxLimits
+from asyncrl.rollout import Episode, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
+from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Task
 
 
@@ -77,6 +80,44 @@ def test_options_become_the_environments_own_settings() -> None:
 def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EnvironmentSettings(**settings)
+
+
+class Twins(MultiTurnEnvironment):
+    """Has two tasks of one id, where its options say."""
+
+    name = "twins"
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Settings(RolloutSettings):
+        """See `Twins`."""
+
+        where: str = ""
+
+    settings_type = Settings
+
+    def __init__(self, settings: Settings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int) -> None:
+        tasks, twice = (
+            [Task(task_id=name, environment="twins") for name in "ab"],
+            Task(task_id="b", environment="twins"),
+        )
+        super().__init__(
+            renderer=renderer,
+            tasks=TaskSource(lambda epoch: [*tasks, *[twice] * (settings.where == "training")], seed=seed),
+            held_out=[*tasks, *[twice] * (settings.where == "held-out")],
+        )
+
+    def start(self, episode: Episode) -> Sequence[Message]:
+        return []
+
+    async def step(self, episode: Episode, text: str) -> StepOutcome:
+        return StepOutcome(done=True, reward=0.0)
+
+
+@pytest.mark.parametrize("where", ["training", "held-out"])
+def test_two_tasks_of_one_id_are_refused_by_that_id(tmp_path: Path, where: str) -> None:
+    load(EnvironmentSettings(name=f"{__name__}:Twins"), tmp_path)
+    with pytest.raises(ConfigError, match=f"1 of the {where} tasks have an id that another one has, 'b'"):
+        load(EnvironmentSettings(name=f"{__name__}:Twins", options={"where": where}), tmp_path)
 
 
 def following(environment: Environment, count: int) -> list[Task]:

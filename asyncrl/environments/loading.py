@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +101,23 @@ def load_environment(
     if not isinstance(environment, Environment):
         wanted = "get_item, held_out, collect_trajectories, state, restore, aclose and name"
         raise ConfigError(f"environment {settings.name!r} must have {wanted} ([environment] name)")
+    _check_task_ids(environment, settings.name)
     return environment
+
+
+def _check_task_ids(environment: Environment, name: str) -> None:
+    """Raise ConfigError where two tasks that are known beforehand have the same id: figures go by it."""
+    lists = {"held-out tasks": environment.held_out()}
+    if hasattr(environment, "training_tasks"):
+        lists["training tasks"] = environment.training_tasks(0)
+    for words, tasks in lists.items():
+        counts = Counter((task.environment, task.task_id) for task in tasks)
+        twice = [task_id for (_, task_id), count in counts.items() if count > 1]
+        if twice:
+            raise ConfigError(
+                f"environment {name!r}: {len(twice)} of the {words} have an id that another one has, "
+                f"{', '.join(map(repr, twice[:3]))}: give each its own task_id ([environment] name)"
+            )
 
 
 def _to_path(kind: type, value: Any) -> Any:
