@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from asyncrl.protocols import SandboxBackend, SandboxLimits
 from asyncrl.rollout import Episode, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -13,18 +13,28 @@ from asyncrl.types import Task
 _JUDGE = "import sys; data = sys.stdin.buffer.read(); print(sum(byte % 2 for byte in data) / max(1, len(data)))"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParitySettings(RolloutSettings):
+    """See `ParityEnvironment`."""
+
+    epochs: int = 0
+    """Times that the five tasks are asked; 0 never ends."""
+
+
 class ParityEnvironment(MultiTurnEnvironment):
     """Pays for odd bytes, counted in a sandbox. Two turns."""
 
     name = "parity"
-    settings_type = RolloutSettings
+    settings_type = ParitySettings
 
     def __init__(
-        self, settings: RolloutSettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int
+        self, settings: ParitySettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int
     ) -> None:
         super().__init__(
             renderer=renderer,
-            tasks=TaskSource(lambda epoch: [self._task(f"{epoch}-{i}") for i in range(5)], seed=seed),
+            tasks=TaskSource(
+                lambda epoch: [self._task(f"{epoch}-{i}") for i in range(5)], seed=seed, epochs=settings.epochs
+            ),
             held_out=[self._task("held-out-0"), self._task("held-out-1")],
             settings=settings,
         )

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,46 @@ def test_a_damaged_journal_costs_work_and_no_task(tmp_path: Path) -> None:
     trained = Counter(simulation.learner.weights)
     assert {*trained, *_FAILING} == {f"task-{i}" for i in range(_TASKS)}
     assert max(trained.values()) == 1
+
+
+@pytest.mark.slow
+def test_a_hole_in_the_journal_is_said_and_costs_work_and_no_task(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal", run_id="test", file_bytes=4000) as journal:
+        simulation = Simulation(
+            tmp_path / "checkpoints", rates=_RATES, num_tasks=_TASKS, journal=journal, limits=Limits(steps=100)
+        )
+        assert kill_after(simulation, 20.0)
+    files = list_files(tmp_path / "journal")
+    assert len(files) > 4
+    files[2].unlink()
+    gone = int(files[3].stem) - int(files[2].stem)
+    with opened(tmp_path, failing=frozenset(), seed=1) as resumed:
+        words = f"{gone} records from position {int(files[2].stem)} on are lost, which stood before this place"
+        assert any(note.endswith(words) for note in resumed.run.notes)
+        simulate(resumed)
+    trained = Counter(resumed.learner.weights)
+    assert {*trained} == {f"task-{i}" for i in range(_TASKS)}
+    assert max(trained.values()) == 1
+
+
+class _Repeating(FakeEnvironment):
+    """Gives five ids to all its tasks."""
+
+    def get_item(self) -> Task:
+        return replace(task := super().get_item(), task_id=f"task-{int(task.task_id[5:]) % 5}")
+
+
+@pytest.mark.slow
+def test_tasks_of_the_same_id_are_each_trained_on(tmp_path: Path) -> None:
+    rng, kills, environment = random.Random(6), 0, _Repeating(_RATES, random.Random(1), num_tasks=_TASKS)
+    while True:
+        environment = _Repeating(_RATES, random.Random(kills), num_tasks=_TASKS)
+        with opened(tmp_path, environment=environment, failing=frozenset(), seed=kills) as simulation:
+            if not kill_after(simulation, rng.uniform(1, 20)):
+                break
+        kills += 1
+    assert kills > 3
+    assert Counter(simulation.learner.weights) == Counter(f"task-{i % 5}" for i in range(_TASKS))
 
 
 def test_the_journal_is_freed_of_what_no_checkpoint_needs(tmp_path: Path) -> None:

@@ -180,9 +180,12 @@ def _one(processes: Mapping[int, str], words: str) -> int:
     return pid
 
 
-def test_a_run_trains_measures_checkpoints_and_goes_on(config: Path, directory: RunDirectory) -> None:
+def test_a_run_trains_measures_checkpoints_and_goes_on_until_its_tasks_end(
+    config: Path, directory: RunDirectory
+) -> None:
     before = _shared_memory()
-    output = _train(config)
+    tasks = ("--set", "environment.options.epochs=2")  # ten tasks, two a step
+    output = _train(config, *tasks)
     assert "what the run did" in output
     summary = json.loads(directory.summary.read_text())
     assert summary["steps"] == summary["policy_version"] == 3
@@ -197,9 +200,11 @@ def test_a_run_trains_measures_checkpoints_and_goes_on(config: Path, directory: 
     assert all(step["grad_norm"] > 0 for step in steps)
     assert max(step["importance_ratio_max"] for step in steps if step["staleness_max"] == 0) < 1.01
 
-    _train(config, "--resume", "--set", "run.steps=5", "--set", "buffer.max_off_policyness=1")
+    _train(config, "--resume", "--set", "run.steps=100", "--set", "buffer.max_off_policyness=1", *tasks)
     summary = json.loads(directory.summary.read_text())
     assert summary["policy_version"] == 5
+    assert summary["groups_trained"] == 10
+    assert summary["eval"]["after"] is not None
     assert [step["step"] for step in read_metrics(directory)] == [1, 2, 3, 4, 5]
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["step-4", "step-5"]
     _check_model_loads(directory.checkpoints / "step-5" / "model")
