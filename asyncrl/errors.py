@@ -8,6 +8,7 @@
      |   |   `- UnsafeFilesError     what the agent left cannot be taken over; this one is the agent's doing
      |   |- EnvironmentFault         an environment broke its contract or died
      |   |- WeightSyncError          weights did not arrive, or not the ones that were sent
+     |   |   `- WeightMismatch       other weights than were published: says which tensor
      |   |- LearnerError             the learner process failed a step or died
      |   |- CheckpointError          a checkpoint cannot be written, or is not whole
      |   `- JournalError             the journal cannot be written, or is another's
@@ -52,6 +53,15 @@ class EnvironmentFault(BoundaryError):  # noqa: N818  (the field says fault; Env
 
 class WeightSyncError(BoundaryError):
     """Weights did not arrive, or not the ones that were sent. The message names engine, phase and tensor."""
+
+
+class WeightMismatch(WeightSyncError):  # noqa: N818  (one kind of the error above, and its opposite is a match)
+    """An engine was offered, or holds, other weights than were published."""
+
+    def __init__(self, message: str, *, tensor: str = "") -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        """The first that differs; empty where the version as a whole does and no single one can be blamed."""
 
 
 class LearnerError(BoundaryError):
