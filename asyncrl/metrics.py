@@ -132,6 +132,16 @@ class RunCollector(Collector):
             "reason",
             status.groups_dropped,
         )
+        for name, words, label, counts in (
+            ("bytes", "Bytes that engines read of the versions published.", "encoding", status.weight_sync_bytes),
+            (
+                "chain_breaks",
+                "Whole versions read although deltas are sent.",
+                "reason",
+                status.weight_sync_chain_breaks,
+            ),
+        ):
+            yield _labelled(CounterMetricFamily, f"asyncrl_weight_sync_{name}", words, label, counts)
         yield from _accounting(self._run.ledger.statement())
         yield _selection(status.selection)
         journal = self._run.journal.statistics()

@@ -98,8 +98,9 @@ def _check_shared_memory(config: Config) -> None:
         return
     weights = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
     free = shutil.disk_usage(_SHARED_MEMORY).free
-    if free < _PUBLISHED_VERSIONS * weights:
+    needed = _PUBLISHED_VERSIONS * weights * (2 if config.weight_sync.delta else 1)  # a delta is smaller than the whole
+    if free < needed:
         raise ConfigError(
-            f"transport = 'shared_memory' needs {_PUBLISHED_VERSIONS * weights / 1e9:.2f} GB in {_SHARED_MEMORY} and "
+            f"transport = 'shared_memory' needs {needed / 1e9:.2f} GB in {_SHARED_MEMORY} and "
             f"{free / 1e9:.2f} GB are free: make it larger, or take transport = 'filesystem' ([weight_sync])"
         )

@@ -413,10 +413,15 @@ class SyncReport:
     verified: bool
     """The digest that the engine computed of what it now holds equals the manifest's."""
     num_bytes: int
+    """That the engine read of what was published, all its ranks together."""
     seconds: Mapping[str, float]
     """By phase: pause, start, update, finish, resume, ..."""
     stall_seconds: float
     """In which the engine produced no token."""
+    encoding: str = "full"
+    """"delta" where it read only what differs from the version it held."""
+    chain_break: str = ""
+    """Where deltas are sent, why it read the whole version all the same; `asyncrl.weight_sync.reader.ChainBreak`."""
 
 
 class WeightPuller(Protocol):

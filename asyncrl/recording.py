@@ -169,6 +169,8 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
         "max_importance_ratio": status.max_importance_ratio,
         "weight_syncs": status.weight_syncs,
         "weight_syncs_verified": status.weight_syncs_verified,
+        "weight_sync_bytes": dict(status.weight_sync_bytes),
+        "weight_sync_chain_breaks": dict(status.weight_sync_chain_breaks),
         "generation_stall_seconds": status.generation_stall_seconds,
         "requests_moved": status.requests_moved,
         "tokens_carried": status.tokens_carried,

@@ -58,6 +58,10 @@ class RunStatus:
     max_importance_ratio: float = 0.0
     weight_syncs: int = 0
     weight_syncs_verified: int = 0
+    weight_sync_bytes: Counter[str] = field(default_factory=Counter)
+    """encoding -> bytes that engines read of what the learner published."""
+    weight_sync_chain_breaks: Counter[str] = field(default_factory=Counter)
+    """reason -> times that an engine read a whole version although deltas are sent."""
     generation_stall_seconds: float = 0.0
     learner_idle_seconds: dict[str, float] = field(default_factory=dict)
     """cause -> seconds; the causes are `asyncrl.idle.LEARNER_CAUSES`."""
@@ -139,6 +143,10 @@ class RunStatus:
         """Count one version's way into the engines; it is verified when every engine's digest agreed."""
         self.weight_syncs += bool(reports)
         self.weight_syncs_verified += bool(reports) and all(report.verified for report in reports)
+        for report in reports:
+            self.weight_sync_bytes[report.encoding] += report.num_bytes
+            if report.chain_break:
+                self.weight_sync_chain_breaks[report.chain_break] += 1
         self.generation_stall_seconds += max((report.stall_seconds for report in reports), default=0.0)
 
     def counters(self) -> dict[str, Any]:
@@ -170,6 +178,8 @@ _KEPT = (
     "max_importance_ratio",
     "weight_syncs",
     "weight_syncs_verified",
+    "weight_sync_bytes",
+    "weight_sync_chain_breaks",
     "generation_stall_seconds",
     "learner_idle_seconds",
     "engine_idle_seconds",

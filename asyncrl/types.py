@@ -241,6 +241,35 @@ class TensorEntry:
     """Hex digest of the tensor's bytes."""
 
 
+class Verification(StrEnum):
+    """How much of every tensor's bytes its digest takes in. Both sides compute it, at every sync."""
+
+    DIGEST = "digest"
+    """Sums over all bytes: any one changed word is found, and so are exchanged ones; cheap enough for every sync."""
+    FULL = "full"
+    """BLAKE2b over all bytes: no change of any kind goes unnoticed; ten times the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDelta:
+    """What of a version differs from the version published just before it, in a file of its own."""
+
+    version: PolicyVersion
+    base_version: PolicyVersion
+    base_digest: str
+    """What an engine must hold for the delta to make sense."""
+    location: str
+    tensors: tuple[TensorEntry, ...]
+    """Parts of tensors, named and read as `asyncrl.weight_sync.delta` says; a tensor without parts has not changed."""
+    digest: str
+    """Over the parts' digests, in order."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a pull by the delta moves."""
+        return sum(entry.num_bytes for entry in self.tensors)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """One version of the weights, ready to be pulled. Written last, then renamed into place."""
@@ -253,6 +282,12 @@ class WeightManifest:
     tensors: tuple[TensorEntry, ...]
     digest: str
     """Over the tensors' digests, in order."""
+    verification: Verification = Verification.DIGEST
+    """What the tensors' digests are."""
+    deltas: bool = False
+    """Later versions come with deltas: an engine that keeps a copy of this one can take them."""
+    delta: WeightDelta | None = None
+    """What differs from the version before; None for the first one, and where it would be no smaller."""
 
     @property
     def num_bytes(self) -> int:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.errors import ConfigError, WeightMismatch, WeightSyncError
 from asyncrl.types import WeightManifest
 from asyncrl.weight_sync import MANIFEST_SUFFIX, TRANSPORTS, read_manifest
 from asyncrl.weight_sync.stale import remove_stale
+from asyncrl.weight_sync.verify import verify
 from asyncrl.weight_sync.weight_file import WeightFile, header_of
 
 
@@ -40,11 +41,15 @@ def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def digests_of(manifest: WeightManifest) -> tuple[str, ...]:
+    return tuple(entry.digest for entry in manifest.tensors)
+
+
 def read_back(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Return what lies in the file, by the manifest."""
     dtypes = {"BF16": torch.bfloat16, "F32": torch.float32}
     with WeightFile(manifest) as weights:
-        weights.verify()
+        verify(manifest, weights.data)
         return {
             entry.name: torch.frombuffer(bytearray(weights.data(entry)), dtype=dtypes[entry.dtype]).reshape(entry.shape)
             if entry.num_bytes
@@ -93,13 +98,13 @@ def test_a_changed_byte_is_found_with_its_tensor(transport: Any, tmp_path: Path)
                 byte = stream.read(1)
                 stream.seek(-1, os.SEEK_CUR)
                 stream.write(bytes([byte[0] ^ 1]))
-            with WeightFile(manifest) as weights, pytest.raises(WeightSyncError, match=entry.name):
-                weights.verify()
+            with WeightFile(manifest) as weights, pytest.raises(WeightMismatch, match=entry.name):
+                verify(manifest, weights.data)
             with open(manifest.location, "r+b") as stream:
                 stream.seek(start + entry.offset + entry.num_bytes // 2)
                 stream.write(byte)
             with WeightFile(manifest) as weights:
-                assert weights.verify() == manifest.digest
+                assert verify(manifest, weights.data) == digests_of(manifest)
 
 
 def test_a_file_cut_short_is_found(transport: Any, tmp_path: Path) -> None:
@@ -117,7 +122,7 @@ def test_another_versions_file_is_not_taken_for_this_one(transport: Any, tmp_pat
         second = publisher.publish(some_weights(1), 2)
         Path(first.location).replace(second.location)
         with WeightFile(second) as weights, pytest.raises(WeightSyncError, match=r"embed\.weight|norm\.weight"):
-            weights.verify()
+            verify(second, weights.data)
 
 
 def test_a_file_without_one_of_the_manifests_tensors_is_refused_with_its_name(transport: Any, tmp_path: Path) -> None:
@@ -145,6 +150,41 @@ def test_at_most_two_versions_are_kept_and_none_after_close(transport: Any, tmp_
         publisher.publish(some_weights(), 9)
 
 
+def changed_a_little(version: int) -> dict[str, torch.Tensor]:
+    """Return weights of which one element of each tensor depends on the version."""
+    tensors = some_weights()
+    for name in ("embed.weight", "odd.weight"):
+        tensors[name].view(-1)[version] = 9.0
+    return tensors
+
+
+def test_each_version_but_the_first_has_what_differs_beside_it(transport: Any, tmp_path: Path) -> None:
+    with transport(run_id="run", directory=tmp_path, delta=True) as publisher:
+        manifests = [publisher.publish(changed_a_little(version), version) for version in (1, 2)]
+        assert all(manifest.deltas for manifest in manifests)
+        assert manifests[0].delta is None
+        delta = manifests[1].delta
+        assert delta is not None
+        assert (delta.base_version, delta.base_digest) == (1, manifests[0].digest)
+        assert delta.num_bytes == 2 * 2 * (4 + 2), "two elements of two tensors: a position and a value each"
+        assert os.path.getsize(delta.location) < 1000
+        assert read_manifest(manifests[1].location + MANIFEST_SUFFIX) == manifests[1]
+        with WeightFile(delta) as parts:
+            verify(manifests[1], parts.data, part=delta)
+
+
+def test_two_versions_and_their_deltas_are_kept_and_nothing_after_close(transport: Any, tmp_path: Path) -> None:
+    publisher = transport(run_id="run", directory=tmp_path, delta=True)
+    for version in range(1, 6):
+        publisher.publish(changed_a_little(version), version)
+        endings = sorted(path.name.rpartition("-")[2].partition(".")[2] for path in tmp_path.iterdir())
+        assert endings.count("weights") == endings.count("weights.manifest.json") == min(version, 2)
+        assert endings.count("weights.delta") == (0, 1, 2, 2, 2)[version - 1]
+        assert len(endings) == 1 + (2, 5, 6, 6, 6)[version - 1]
+    publisher.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_engine_that_still_reads_a_removed_version_reads_it_whole(transport: Any, tmp_path: Path) -> None:
     with transport(run_id="run", directory=tmp_path) as publisher:
         manifest = publisher.publish(some_weights(), 1)
@@ -152,7 +192,7 @@ def test_an_engine_that_still_reads_a_removed_version_reads_it_whole(transport: 
             for version in (2, 3, 4):
                 publisher.publish(some_weights(version), version)
             assert not Path(manifest.location).exists()
-            assert weights.verify() == manifest.digest
+            assert verify(manifest, weights.data) == digests_of(manifest)
 
 
 def test_versions_only_grow(transport: Any, tmp_path: Path) -> None:
@@ -210,6 +250,40 @@ with tempfile.TemporaryDirectory() as directory:
     assert done.stdout.splitlines()[-1] == "['.lock']"
 
 
+@pytest.mark.slow
+def test_a_version_whose_delta_finds_no_room_is_not_published_at_all(transport: Any) -> None:
+    """Of a thousand small tensors a delta's header is longer than all that it saves, so it alone meets the limit."""
+    script = """
+import importlib, os, pathlib, resource, signal, sys, tempfile, torch
+from asyncrl.errors import WeightSyncError
+module, _, name = sys.argv[1].partition(":")
+publisher_class = getattr(importlib.import_module(module), name)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with tempfile.TemporaryDirectory() as directory:
+    publisher = publisher_class(run_id="run", directory=directory, delta=True)
+    tensors = {f"layer.{place}.weight": torch.zeros(64, dtype=torch.bfloat16) for place in range(1000)}
+    size = os.path.getsize(publisher.publish(tensors, 1).location)
+    before = sorted(pathlib.Path(directory).iterdir())
+    for tensor in tensors.values():
+        tensor[::3] = 1.0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
+    try:
+        publisher.publish(tensors, 2)
+    except WeightSyncError as error:
+        print(error)
+    print(sorted(pathlib.Path(directory).iterdir()) == before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(publisher.publish(tensors, 2).delta.base_version)
+    publisher.close()
+"""
+    source = next(value for value in TRANSPORTS.values() if value.endswith(":" + transport.__name__))
+    done = subprocess.run([sys.executable, "-c", script, source], capture_output=True, text=True, check=True)
+    first, *rest = done.stdout.splitlines()
+    assert "cannot write the weights" in first
+    assert "-2.weights.delta" in first
+    assert rest == ["True", "1"]
+
+
 def test_room_is_checked_before_anything_is_written(transport: Any, tmp_path: Path) -> None:
     giant = torch.empty(1, dtype=torch.float32).expand(2**40)
     with transport(run_id="run", directory=tmp_path) as publisher:
@@ -225,7 +299,7 @@ def test_files_of_a_killed_publisher_are_removed_at_the_next_start_and_no_others
     script = """
 import importlib, os, sys, torch
 module, _, name = sys.argv[1].partition(":")
-publisher = getattr(importlib.import_module(module), name)(run_id="killed", directory=sys.argv[2])
+publisher = getattr(importlib.import_module(module), name)(run_id="killed", directory=sys.argv[2], delta=True)
 publisher.publish({"a.weight": torch.zeros(10)}, 1)
 publisher.publish({"a.weight": torch.zeros(10)}, 2)
 print("ready", flush=True)
@@ -242,11 +316,11 @@ sys.stdin.read()
             assert remove_stale(tmp_path) == ()
             child.send_signal(signal.SIGKILL)
             child.wait()
-        assert len([path for path in tmp_path.iterdir() if "killed" in path.name]) == 5
+        assert len([path for path in tmp_path.iterdir() if "killed" in path.name]) == 6
         with transport(run_id="next", directory=tmp_path):
             assert not [path for path in tmp_path.iterdir() if "killed" in path.name]
         with WeightFile(kept) as weights:
-            weights.verify()
+            verify(kept, weights.data)
     assert [path.name for path in tmp_path.iterdir()] == ["unrelated"]
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.types import WeightManifest
 from asyncrl.weight_sync.weight_file import header_of
 
@@ -31,22 +31,23 @@ def check_names(manifest: WeightManifest, expected: Mapping[str, tuple[int, ...]
     """Refuse a manifest whose tensors are not exactly the expected ones.
 
     With tied embeddings the output embedding may be sent or left out: it is the input embedding.
-    Raises: WeightSyncError naming the first tensor that is missing, unknown, of another shape, or not of floats.
+    Raises: WeightMismatch naming the first tensor that is missing, unknown, of another shape, or not of floats.
     """
     sent = {entry.name: entry for entry in manifest.tensors}
     optional = {_OUTPUT_EMBEDDING} if tied_embeddings else set()
+    version = f"version {manifest.version}"
     for name in expected:
         if name not in sent and name not in optional:
-            raise WeightSyncError(f"version {manifest.version} lacks {name}, which the engine's model has")
+            raise WeightMismatch(f"{version} lacks {name}, which the engine's model has", tensor=name)
     for name, entry in sent.items():
         if name not in expected:
             if name in optional:
                 continue
-            raise WeightSyncError(f"version {manifest.version} has {name}, which the engine's model does not have")
+            raise WeightMismatch(f"{version} has {name}, which the engine's model does not have", tensor=name)
         if entry.shape != expected[name]:
-            raise WeightSyncError(
-                f"{name} of version {manifest.version} has shape {list(entry.shape)}, "
-                f"the engine's model has {list(expected[name])}"
+            raise WeightMismatch(
+                f"{name} of {version} has shape {list(entry.shape)}, the engine's model has {list(expected[name])}",
+                tensor=name,
             )
         if entry.dtype not in _FLOATS:
-            raise WeightSyncError(f"{name} of version {manifest.version} is {entry.dtype}, not one of {_FLOATS}")
+            raise WeightMismatch(f"{name} of {version} is {entry.dtype}, not one of {_FLOATS}", tensor=name)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,10 +20,12 @@ from typing import Any
 import torch
 
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.types import PolicyVersion, WeightManifest
-from asyncrl.weight_sync.manifest import MANIFEST_SUFFIX, write_manifest
-from asyncrl.weight_sync.stale import LOCK_SUFFIX, PREFIX, WEIGHTS_SUFFIX, remove_stale
-from asyncrl.weight_sync.weight_file import layout, manifest_for, write_weight_file
+from asyncrl.types import PolicyVersion, Verification, WeightDelta, WeightManifest
+from asyncrl.weight_sync.checksum import DIGESTS
+from asyncrl.weight_sync.delta import DeltaWriter
+from asyncrl.weight_sync.manifest import MANIFEST_SUFFIX, combined_digest, layout_of, write_manifest
+from asyncrl.weight_sync.stale import DELTA_SUFFIX, LOCK_SUFFIX, PREFIX, WEIGHTS_SUFFIX, remove_stale
+from asyncrl.weight_sync.weight_file import WeightFile, layout, write_weight_file
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_.]([A-Za-z0-9_.-]{0,99})")
 
@@ -42,6 +46,8 @@ _DTYPE_NAMES = {
 class FilePublisher:
     """Writes each version to a file in `directory`; at most two versions are there at any moment.
 
+    With `delta` each version but the first also has a file of what differs from the one before, where that is smaller.
+    The bytes to compare with are read from the file of the version before, so that it costs no memory.
     Raises, when made: ConfigError for a run id that is no file name, WeightSyncError if the run has a publisher
     already or the directory cannot be written.
     """
@@ -49,14 +55,23 @@ class FilePublisher:
     transport = "filesystem"
     durable = True
 
-    def __init__(self, *, run_id: str, directory: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        directory: str | os.PathLike[str],
+        delta: bool = False,
+        verification: Verification = Verification.DIGEST,
+    ) -> None:
         if not _RUN_ID.fullmatch(run_id):
             raise ConfigError(
                 f"run id must be at most 100 letters, digits, '.', '_' or '-', not beginning with '-'; got {run_id!r}"
             )
         self.run_id = run_id
         self.directory = Path(directory)
-        self._published: list[tuple[PolicyVersion, Path]] = []
+        self._delta = delta
+        self._verification = verification
+        self._published: list[WeightManifest] = []
         self._lock: int | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -78,34 +93,71 @@ class FilePublisher:
         """
         if self._lock is None:
             raise WeightSyncError(f"the publisher of run {self.run_id} is closed")
-        if self._published and version <= self._published[-1][0]:
-            raise WeightSyncError(f"version {version} was published after version {self._published[-1][0]}")
+        if self._published and version <= self._published[-1].version:
+            raise WeightSyncError(f"version {version} was published after version {self._published[-1].version}")
         entries = layout((name, _dtype_name(name, t), tuple(t.shape)) for name, t in tensors.items())
         while len(self._published) > 1:
-            self._remove(self._published.pop(0)[1])
+            _remove(Path(self._published.pop(0).location))
         path = self.directory / f"{PREFIX}{self.run_id}-{version}{WEIGHTS_SUFFIX}"
-        self._published.append((version, path))
-        entries = write_weight_file(
-            path,
-            entries,
-            (_bytes_of(tensors[entry.name]) for entry in entries),
-            metadata={"format": "pt", "run_id": self.run_id, "version": str(version)},
-            durable=self.durable,
-        )
-        manifest = manifest_for(
-            run_id=self.run_id, version=version, transport=self.transport, path=path, entries=entries
-        )
-        write_manifest(manifest, path.with_name(path.name + MANIFEST_SUFFIX))
+        with _nothing_left(path):
+            entries = write_weight_file(
+                path,
+                entries,
+                (_bytes_of(tensors[entry.name]) for entry in entries),
+                metadata={"format": "pt", "run_id": self.run_id, "version": str(version)},
+                durable=self.durable,
+                digest=DIGESTS[self._verification],
+            )
+            manifest = WeightManifest(
+                run_id=self.run_id,
+                version=version,
+                transport=self.transport,
+                location=str(path),
+                tensors=entries,
+                digest=combined_digest(entries),
+                verification=self._verification,
+                deltas=self._delta,
+            )
+            if self._delta and self._published:
+                manifest = replace(manifest, delta=self._write_delta(self._published[-1], manifest))
+            write_manifest(manifest, path.with_name(path.name + MANIFEST_SUFFIX))
+        self._published.append(manifest)
         return manifest
 
-    def _remove(self, path: Path) -> None:
-        path.with_name(path.name + MANIFEST_SUFFIX).unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+    def _write_delta(self, base: WeightManifest, manifest: WeightManifest) -> WeightDelta | None:
+        """Write what differs from `base`, or return None where an engine is better off with the whole version."""
+        if layout_of(base) != layout_of(manifest):
+            return None
+        try:
+            old = WeightFile(base)
+        except WeightSyncError:
+            return None  # someone else's hand has removed or cut it; engines read the whole version, and report it
+        path = Path(manifest.location + DELTA_SUFFIX)
+        with old, WeightFile(manifest) as new:
+            writer = DeltaWriter(manifest.tensors, old.data, new.data)
+            if writer.num_bytes >= manifest.num_bytes:
+                return None
+            parts = write_weight_file(
+                path,
+                writer.parts,
+                writer.buffers(),
+                metadata={"base_version": str(base.version), "version": str(manifest.version)},
+                durable=self.durable,
+                digest=DIGESTS[self._verification],
+            )
+        return WeightDelta(
+            version=manifest.version,
+            base_version=base.version,
+            base_digest=base.digest,
+            location=str(path),
+            tensors=parts,
+            digest=combined_digest(parts),
+        )
 
     def close(self) -> None:
         """Remove what was published. May be called twice."""
-        for _, path in self._published:
-            self._remove(path)
+        for manifest in self._published:
+            _remove(Path(manifest.location))
         self._published.clear()
         if self._lock is not None:
             self._lock_path.unlink(missing_ok=True)
@@ -119,6 +171,21 @@ class FilePublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _remove(path: Path) -> None:
+    for suffix in (MANIFEST_SUFFIX, MANIFEST_SUFFIX + ".tmp", DELTA_SUFFIX, ""):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+@contextmanager
+def _nothing_left(path: Path) -> Iterator[None]:
+    """Remove a version's files if it could not be published whole."""
+    try:
+        yield
+    except BaseException:
+        _remove(path)
+        raise
 
 
 def _take_lock(path: Path, run_id: str) -> int:

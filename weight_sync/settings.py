@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
+from asyncrl.types import Verification
 from asyncrl.weight_sync import TRANSPORTS
 
 
@@ -18,6 +19,10 @@ class WeightSyncSettings:
     """A name of the TRANSPORTS table."""
     directory: Path = Path("")
     """Of the `filesystem` transport: a directory that learner and engines share. Empty for `shared_memory`."""
+    delta: bool = False
+    """Publish, beside each version, what differs from the one before; engines that hold that one read no more."""
+    verify: Verification = Verification.DIGEST
+    """What learner and engines compute of every tensor at every sync: "digest" or "full"."""
     publish_timeout_s: float = 300.0
     """For the learner to write one version. What the engines do with it has deadlines of its own ([engine])."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from asyncrl.types import Verification
 from asyncrl.weight_sync.publisher import FilePublisher
 from asyncrl.weight_sync.stale import SHARED_MEMORY_DIRECTORY
 
@@ -23,5 +24,12 @@ class SharedMemoryPublisher(FilePublisher):
     transport = "shared_memory"
     durable = False
 
-    def __init__(self, *, run_id: str, directory: str | os.PathLike[str] = SHARED_MEMORY_DIRECTORY) -> None:
-        super().__init__(run_id=run_id, directory=directory)
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        directory: str | os.PathLike[str] = SHARED_MEMORY_DIRECTORY,
+        delta: bool = False,
+        verification: Verification = Verification.DIGEST,
+    ) -> None:
+        super().__init__(run_id=run_id, directory=directory, delta=delta, verification=verification)

@@ -10,6 +10,8 @@ from pathlib import Path
 PREFIX = "asyncrl-"
 LOCK_SUFFIX = ".lock"
 WEIGHTS_SUFFIX = ".weights"
+DELTA_SUFFIX = ".delta"
+"""Behind the name of the version's own file."""
 
 SHARED_MEMORY_DIRECTORY = "/dev/shm"
 

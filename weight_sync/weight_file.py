@@ -13,15 +13,15 @@ import mmap
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from asyncrl.errors import WeightSyncError
-from asyncrl.types import PolicyVersion, TensorEntry, WeightManifest
-from asyncrl.weight_sync.checksum import checksum
-from asyncrl.weight_sync.manifest import DTYPE_BYTES, combined_digest
+from asyncrl.errors import WeightMismatch, WeightSyncError
+from asyncrl.types import TensorEntry, WeightDelta, WeightManifest
+from asyncrl.weight_sync.manifest import DTYPE_BYTES, tensor_of
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100 * 2**20  # as safetensors bounds it: a longer one is not a header but something else
@@ -56,9 +56,10 @@ def _read_header(prefix: bytes, read: Any, path: str) -> tuple[dict[str, Any], i
     return header, _LENGTH.size + length
 
 
-def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:
-    """Return entries (digests still empty) for (name, dtype, shape) triples, without gaps, wide dtypes first.
+def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, aligned: bool = True) -> tuple[TensorEntry, ...]:
+    """Return entries (digests still empty) for (name, dtype, shape) triples, without gaps.
 
+    `aligned` puts wide dtypes first; otherwise they lie in the order given.
     Raises: WeightSyncError for a dtype that cannot be sent.
     """
     triples = list(tensors)
@@ -66,7 +67,9 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorE
         if dtype not in DTYPE_BYTES:
             raise WeightSyncError(f"cannot send {name}: dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
     entries, offset = [], 0
-    for name, dtype, shape in sorted(triples, key=lambda item: -DTYPE_BYTES[item[1]]):
+    if aligned:
+        triples.sort(key=lambda item: -DTYPE_BYTES[item[1]])
+    for name, dtype, shape in triples:
         num_bytes = DTYPE_BYTES[dtype]
         for size in shape:
             num_bytes *= size
@@ -82,6 +85,7 @@ def write_weight_file(
     *,
     metadata: Mapping[str, str],
     durable: bool,
+    digest: Callable[[memoryview], str],
 ) -> tuple[TensorEntry, ...]:
     """Write a new file and return the entries with their digests. One pass over the source, one copy.
 
@@ -107,7 +111,7 @@ def write_weight_file(
             for entry, buffer in zip(entries, buffers, strict=True):
                 assert buffer.nbytes == entry.num_bytes, entry.name
                 _write_all(stream.fileno(), buffer)
-                done.append(_with_digest(entry, checksum(buffer)))
+                done.append(replace(entry, digest=digest(buffer)))
             if durable:
                 os.fsync(stream.fileno())
     except OSError as error:
@@ -131,40 +135,33 @@ def _write_all(descriptor: int, buffer: memoryview) -> None:
         view = view[os.write(descriptor, view[: 2**30]) :]
 
 
-def _with_digest(entry: TensorEntry, digest: str) -> TensorEntry:
-    return TensorEntry(
-        name=entry.name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        offset=entry.offset,
-        num_bytes=entry.num_bytes,
-        digest=digest,
-    )
+class WeightFileGone(WeightSyncError):  # noqa: N818  (it says what has become of the file)
+    """The file of a version cannot be opened: as a rule, newer versions have taken its place."""
 
 
 class WeightFile:
-    """One version's file, mapped read-only and checked against its manifest. A context manager.
+    """One version's file, or its delta's, mapped read-only and checked against its manifest. A context manager.
 
-    Raises, when opened: WeightSyncError if the file is gone, cut short, or lists other tensors than the manifest.
+    Raises, when opened: WeightFileGone, or WeightMismatch naming a tensor if it is cut short or lists others than the
+    manifest.
 
     Example:
         >>> with WeightFile(manifest) as weights:          # doctest: +SKIP
-        ...     weights.verify()
         ...     first = weights.data(manifest.tensors[0])
     """
 
-    def __init__(self, manifest: WeightManifest) -> None:
+    def __init__(self, manifest: WeightManifest | WeightDelta) -> None:
         self.manifest = manifest
         path = manifest.location
         try:
             with open(path, "rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
                 if size == 0:
-                    raise WeightSyncError(f"{path} is empty")
+                    raise WeightMismatch(f"{path} is empty")
                 flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
                 self._mapping = mmap.mmap(stream.fileno(), size, flags=flags, prot=mmap.PROT_READ)
         except OSError as error:
-            raise WeightSyncError(f"cannot map the weights of version {manifest.version}: {error}") from error
+            raise WeightFileGone(f"cannot map the weights of version {manifest.version}: {error}") from error
         self._view = memoryview(self._mapping)
         position = _LENGTH.size
         header, self._start = _read_header(
@@ -173,44 +170,31 @@ class WeightFile:
         self._check_header(header, path, size)
 
     def _check_header(self, header: Mapping[str, Any], path: str, size: int) -> None:
+        version = self.manifest.version
         listed = {entry.name for entry in self.manifest.tensors}
         for name in header:
             if name not in listed:
-                raise WeightSyncError(f"{path} holds {name}, which the manifest does not list")
+                raise WeightMismatch(
+                    f"{path} of version {version} holds {name}, which the manifest does not list",
+                    tensor=tensor_of(name),
+                )
         for entry in self.manifest.tensors:
-            found = header.get(entry.name)
-            if found is None:
-                raise WeightSyncError(f"{path} lacks {entry.name}, which the manifest lists")
+            name, found = entry.name, header.get(entry.name)
             wanted = [entry.dtype, list(entry.shape), [entry.offset, entry.offset + entry.num_bytes]]
-            if [found.get("dtype"), found.get("shape"), found.get("data_offsets")] != wanted:
-                raise WeightSyncError(f"{path} and the manifest disagree about {entry.name}: {found} against {wanted}")
-            if self._start + entry.offset + entry.num_bytes > size:
-                raise WeightSyncError(f"{path} is cut short inside {entry.name}")
+            if found is None:
+                wrong = f"{path} of version {version} lacks {name}, which the manifest lists"
+            elif [found.get("dtype"), found.get("shape"), found.get("data_offsets")] != wanted:
+                wrong = f"{path} of version {version} and the manifest disagree about {name}: {found} against {wanted}"
+            elif self._start + entry.offset + entry.num_bytes > size:
+                wrong = f"{path} of version {version} is cut short inside {name}"
+            else:
+                continue
+            raise WeightMismatch(wrong, tensor=tensor_of(name))
 
     def data(self, entry: TensorEntry) -> memoryview:
         """Return the bytes of one tensor, not copied; valid until the file is closed."""
         start = self._start + entry.offset
         return self._view[start : start + entry.num_bytes]
-
-    def digests(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, digest of the bytes that are really there) for every tensor."""
-        for entry in self.manifest.tensors:
-            yield entry.name, checksum(self.data(entry))
-
-    def verify(self) -> str:
-        """Compare every tensor's bytes with the manifest; return the version's combined digest as computed here.
-
-        Raises: WeightSyncError naming the first tensor that differs.
-        """
-        found = []
-        for entry, (_, digest) in zip(self.manifest.tensors, self.digests(), strict=True):
-            if digest != entry.digest:
-                raise WeightSyncError(
-                    f"{entry.name} of version {self.manifest.version} has digest {digest}, the manifest says "
-                    f"{entry.digest}: the bytes in {self.manifest.location} are not the ones that were published"
-                )
-            found.append(_with_digest(entry, digest))
-        return combined_digest(found)
 
     def close(self) -> None:
         """Drop the mapping. Whoever still holds a tensor's bytes keeps them alive until it lets go."""
@@ -227,17 +211,3 @@ class WeightFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def manifest_for(
-    *, run_id: str, version: PolicyVersion, transport: str, path: Path, entries: tuple[TensorEntry, ...]
-) -> WeightManifest:
-    """Return the manifest of a file that has just been written."""
-    return WeightManifest(
-        run_id=run_id,
-        version=version,
-        transport=transport,
-        location=str(path),
-        tensors=entries,
-        digest=combined_digest(entries),
-    )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import trio
 
 from asyncrl.engines.settings import KVOnSync
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import WeightManifest
 from asyncrl.weight_sync import manifest_to_json
+from asyncrl.weight_sync.reports import check_reports
 
 
 class SyncedServer(Protocol):
@@ -46,6 +47,7 @@ class Sync:
         self._engine = engine
         self._seconds: dict[str, float] = {}
         self._stall_s = 0.0
+        self._reports: Sequence[Mapping[str, Any]] = ()
 
     async def run(self) -> None:
         """Go through the phases. Raises: WeightSyncError naming engine, phase and how much had been loaded."""
@@ -77,9 +79,22 @@ class Sync:
                 f"{self._loaded(phase)}"
             ) from None
         except WeightSyncError as error:
-            raise WeightSyncError(f"{where}: {error}; {self._loaded(phase)}") from error
+            words = f"{where}: {error}; {self._loaded(phase)}"
+            if phase == "update" and (tensor := await self._mismatched()):
+                raise WeightMismatch(words, tensor=tensor) from error
+            raise WeightSyncError(words) from error
         self._seconds[phase] = trio.current_time() - started
         return answer
+
+    async def _mismatched(self) -> str:
+        """Return the tensor for which a rank has just refused the update; empty where it was for another reason."""
+        with trio.move_on_after(self._engine.sync_timeout_s):
+            try:
+                answer = await self._engine.post("/collective_rpc", {"method": "asyncrl_weight_report"}, {})
+            except WeightSyncError:
+                return ""
+            return next((report["mismatched"] for report in answer["results"] if report["mismatched"]), "")
+        return ""
 
     def _loaded(self, phase: str) -> str:
         """Return in words how much of the version is in the engine when `phase` fails."""
@@ -90,14 +105,9 @@ class Sync:
 
     def _check(self, answer: Any) -> None:
         """Compare what every rank of the engine computed itself with the manifest."""
-        wanted = (self.manifest.run_id, self.manifest.version, self.manifest.digest)
-        for rank, report in enumerate(answer["results"]):
-            found = (report["run_id"], report["version"], report["digest"])
-            if report["broken"] or found != wanted:
-                raise WeightSyncError(
-                    f"{self._engine.name} rank {rank} says that it holds (run, version, digest) {found}, "
-                    f"sent was {wanted}{'; ' + report['broken'] if report['broken'] else ''}"
-                )
+        self._reports = answer["results"]
+        check_reports(self.manifest, self._reports, self._engine.name)
+        for report in self._reports:
             for part, seconds in report["seconds"].items():
                 self._seconds[f"update.{part}"] = max(seconds, self._seconds.get(f"update.{part}", 0.0))
 
@@ -107,7 +117,9 @@ class Sync:
             engine=self._engine.name,
             version=self.manifest.version,
             verified=True,  # `_check` has raised otherwise
-            num_bytes=self.manifest.num_bytes,
+            num_bytes=sum(report["num_bytes"] for report in self._reports),
             seconds=self._seconds,
             stall_seconds=self._stall_s,
+            encoding="full" if any(report["encoding"] == "full" for report in self._reports) else "delta",
+            chain_break=next((report["chain_break"] for report in self._reports if report["chain_break"]), ""),
         )

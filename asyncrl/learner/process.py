@@ -191,5 +191,6 @@ def _device(name: str) -> torch.device:
 def _publisher(job: LearnerJob) -> WeightPublisher:
     module, _, name = TRANSPORTS[job.weight_sync.transport].partition(":")
     make: Callable[..., WeightPublisher] = getattr(importlib.import_module(module), name)
-    options = {"directory": job.weight_sync.directory} if job.weight_sync.directory != Path("") else {}
-    return make(run_id=job.run_id, **options)
+    settings = job.weight_sync
+    options = {"directory": settings.directory} if settings.directory != Path("") else {}
+    return make(run_id=job.run_id, delta=settings.delta, verification=settings.verify, **options)
