@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -10,6 +11,7 @@ FOLDERS = ("buffers", "sandbox", "weight_sync", "losses", "configs")
 """The folders beside `asyncrl/` that are imported as `asyncrl.<folder>`."""
 
 
+@functools.cache
 def module_files() -> dict[str, Path]:
     """Return module name -> file for every Python file that is part of the package."""
     files = {}
