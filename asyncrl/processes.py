@@ -33,7 +33,7 @@ from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxErro
 from asyncrl.protocols import Environment, Sampler, SandboxBackend, StepResult
 from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
-from asyncrl.sandbox import open_backend, self_test
+from asyncrl.sandbox import abuse_names, open_backend, self_test
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Group, PolicyVersion, Segment, WeightManifest
 from asyncrl.waiting import Queue
@@ -223,7 +223,7 @@ async def _open_environment(
     """Return the environment and its sandboxes, whose walls have been tested."""
     say("starting the sandboxes and testing their walls")
     sandboxes = await stack.enter_async_context(open_backend(config.sandbox, directory=directory.path / "sandboxes"))
-    reached = [abuse for abuse in await self_test(sandboxes, main_only=True) if not abuse.stopped]
+    reached = [abuse for abuse in await self_test(sandboxes, only=abuse_names(main_only=True)) if not abuse.stopped]
     if reached:
         raise SandboxError(
             "the sandbox does not stop what it must, so nothing is trained in it: "

@@ -8,7 +8,10 @@ if __name__ == "sandbox":
 
 from asyncrl.sandbox.backends import SANDBOXES, open_backend, probe
 from asyncrl.sandbox.judge import Call, CallResult, run_calls, run_program
-from asyncrl.sandbox.self_test import AbuseResult, self_test
+from asyncrl.sandbox.leases import reap_below as reap
+from asyncrl.sandbox.self_test import names as abuse_names
+from asyncrl.sandbox.self_test import self_test
+from asyncrl.sandbox.self_test_deeds import AbuseResult
 from asyncrl.sandbox.settings import SandboxSettings
 
 __all__ = [
@@ -17,8 +20,10 @@ __all__ = [
     "Call",
     "CallResult",
     "SandboxSettings",
+    "abuse_names",
     "open_backend",
     "probe",
+    "reap",
     "run_calls",
     "run_program",
     "self_test",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -26,15 +27,25 @@ def open_backend(settings: SandboxSettings, *, directory: Path | str) -> Abstrac
     Leaving it removes every sandbox; a killed owner's are removed at once by its launcher, and at the next opening.
     Raises: ConfigError for an unknown name or a missing program; on entering, SandboxError where none can be made.
     """
+    # the launcher has another working directory
+    return _opener(settings.backend)(settings, directory=Path(directory).absolute())
+
+
+def _opener(name: str) -> Callable[..., AbstractAsyncContextManager[SandboxBackend]]:
+    if name in SANDBOXES:
+        return SANDBOXES[name]
+    module_name, separator, attribute = name.partition(":")
+    if not separator:
+        near = difflib.get_close_matches(name, SANDBOXES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ' (or "package.module:opener")'
+        raise ConfigError(f"backend must be one of {', '.join(SANDBOXES)}, got {name!r} ([sandbox]){hint}")
     try:
-        opener = SANDBOXES[settings.backend]
-    except KeyError:
-        near = difflib.get_close_matches(settings.backend, SANDBOXES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"backend must be one of {', '.join(SANDBOXES)}, got {settings.backend!r} ([sandbox]){hint}"
-        ) from None
-    return opener(settings, directory=Path(directory).absolute())  # the launcher has another working directory
+        found = getattr(importlib.import_module(module_name), attribute, None)
+    except (ImportError, ValueError, TypeError) as error:  # the last two for names such as ":x" and ".a:x"
+        raise ConfigError(f"backend {name!r}: {error} ([sandbox])") from error
+    if not callable(found):
+        raise ConfigError(f"backend {name!r}: {module_name} has no function {attribute!r} ([sandbox])")
+    return found  # type: ignore[no-any-return]
 
 
 async def probe(settings: SandboxSettings) -> str:

@@ -143,7 +143,7 @@ class Boxes:
         group = () if self._hierarchy is None else self._hierarchy.planned(box.name).directories()
         lease = {
             "box": box.name, "pid": os.getpid(), "group": group, "mounts": [box.path],
-            "deadline": time.time() + box.limits["lifetime_s"],
+            "deadline_s_after_boot": time.clock_gettime(time.CLOCK_BOOTTIME) + box.limits["lifetime_s"],
         }  # fmt: skip
         self._ledger.write(box.name, lease)
 

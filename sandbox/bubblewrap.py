@@ -255,7 +255,7 @@ async def open_bubblewrap(settings: SandboxSettings, *, directory: Path) -> Asyn
 
     Raises: ConfigError where a program is missing, SandboxError where the machine does not let sandboxes be made.
     """
-    ledger = directory / "leases"
+    ledger = directory / leases.DIRECTORY
     ledger.mkdir(parents=True, exist_ok=True)
     await trio.to_thread.run_sync(leases.reap, str(ledger))
     header, blobs, python = await trio.to_thread.run_sync(configuration, settings, ledger)

@@ -15,6 +15,9 @@ from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel
 
+DIRECTORY = "leases"
+"""Name of the folder that a ledger is."""
+
 _NAME = re.compile(r"(?P<pid>\d+)-(?P<start>\d+)\.(?P<name>[A-Za-z0-9_-]+)\.json")
 
 
@@ -62,6 +65,19 @@ def _boot() -> str:
 
 def _pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
+
+
+def reap_below(directory: str | os.PathLike[str]) -> list[str]:
+    """Reap every ledger below a directory, such as that of a run, and return the leases that were settled.
+
+    Raises: OSError.
+    """
+    settled: list[str] = []
+    for path, names, _ in os.walk(directory):
+        if DIRECTORY in names:
+            names.remove(DIRECTORY)
+            settled += (os.path.join(path, DIRECTORY, name) for name in reap(os.path.join(path, DIRECTORY)))
+    return settled
 
 
 def reap(directory: str) -> list[str]:

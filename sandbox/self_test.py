@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import trio
 
 from asyncrl.errors import SandboxError
-from asyncrl.protocols import ExecResult, Outcome, Sandbox, SandboxBackend, SandboxLimits
+from asyncrl.protocols import ExecResult, Outcome, SandboxBackend
+from asyncrl.sandbox.self_test_deeds import DEEDS, LIMITS, AbuseResult, python_command
 
-_LIMITS = SandboxLimits(wall_s=20.0, cpu_s=10.0, memory_bytes=96 * 2**20, disk_bytes=16 * 2**20, max_pids=32)
 _INHERITED = ("PATH", "HOME", "LANG", "PWD", "SHLVL", "OLDPWD", "_", "HOSTNAME", "LC_ALL", "TERM")
 """Variables whose value inside may be the same as outside without having come from there."""
 
-# Every attempt is given, as arguments: port, name of the abstract socket, process id to signal, what it may use up.
+# Every attempt is given, as arguments: port, name of the abstract socket, process id to signal, what it may use up, and
+# the path of a socket.
 _HEAD = """
 import errno, os, socket, sys, time
 port, abstract, owner = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 memory, disk, pids, files = map(int, sys.argv[4:8])
+path = sys.argv[8]
 def reached(text):
     print("REACHED", text, flush=True)
 def system_call(number, *arguments):
@@ -34,15 +37,6 @@ def system_call(number, *arguments):
     return libc.syscall(ctypes.c_long(number), *[ctypes.c_long(argument) for argument in arguments])
 print("TRIED", flush=True)
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbuseResult:
-    """What came of one attempt."""
-
-    name: str
-    stopped: bool
-    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +224,16 @@ except OSError as error:
 """,
     ),
     Abuse(
+        name="socket file of the host",
+        source="""
+try:
+    socket.socket(socket.AF_UNIX).connect(path)
+    reached("the host's socket")
+except OSError as error:
+    print(error)
+""",
+    ),
+    Abuse(
         name="vsock and other families",
         main=True,
         source="""
@@ -288,6 +292,18 @@ for name, (number, *arguments) in calls.items():
 """,
     ),
     Abuse(
+        name="setuid program",
+        source="""
+import shutil, subprocess
+for place in ("/task", "/tmp", "/dev/shm"):
+    own = os.path.join(place, "own")
+    shutil.copy(shutil.which("id"), own)
+    os.chmod(own, 0o6755)
+    if subprocess.run([own, "-u"], capture_output=True).stdout.strip() not in (b"", b"%d" % os.getuid()):
+        reached("another user by " + own)
+""",
+    ),
+    Abuse(
         name="devices",
         source="""
 for name in ("/dev/kmsg", "/dev/kvm", "/dev/mem", "/dev/fuse", "/proc/sysrq-trigger", "/proc/kcore", "/dev/vda"):
@@ -333,8 +349,13 @@ for place in ("/usr", "/etc", "/"):
 )
 
 
-async def self_test(backend: SandboxBackend, *, main_only: bool = False) -> tuple[AbuseResult, ...]:
-    """Try every abuse (or the main ones) against `backend` and return what came of each.
+def names(*, main_only: bool = False) -> tuple[str, ...]:
+    """Return the names of all attempts, or of the main ones."""
+    return tuple(attempt.name for attempt in (*ABUSES, *DEEDS) if attempt.main or not main_only)
+
+
+async def self_test(backend: SandboxBackend, *, only: Collection[str] | None = None) -> tuple[AbuseResult, ...]:
+    """Try every abuse (or those named) against `backend` and return what came of each.
 
     Raises: SandboxError when an attempt could not be made.
     """
@@ -342,30 +363,35 @@ async def self_test(backend: SandboxBackend, *, main_only: bool = False) -> tupl
     abstract = f"asyncrl-self-test-{secrets.token_hex(8)}"
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     try:
-        with trio.socket.socket(trio.socket.AF_UNIX) as unix:
+        with (
+            tempfile.TemporaryDirectory(prefix="asyncrl-self-test-", dir="/tmp") as directory,
+            trio.socket.socket(trio.socket.AF_UNIX) as unix,
+            trio.socket.socket(trio.socket.AF_UNIX) as named,
+        ):
             await unix.bind("\0" + abstract)
             unix.listen()
+            path = os.path.join(directory, "socket")
+            await named.bind(path)
+            named.listen()
+            os.chmod(directory, 0o755)
+            os.chmod(path, 0o777)
             port = listeners[0].socket.getsockname()[1]
             for abuse in ABUSES:
-                if abuse.main or not main_only:
-                    results.append(await _attempt(backend, abuse, (str(port), abstract, str(os.getpid()))))
+                if only is None or abuse.name in only:
+                    results.append(await _attempt(backend, abuse, (str(port), abstract, str(os.getpid())), path))
     finally:
         for listener in listeners:
             await listener.aclose()
-    results.append(await _daemon(backend))
-    if not main_only:
-        results.append(await _traps_in_files(backend))
+    for attempt in DEEDS:
+        if only is None or attempt.name in only:
+            results.append(await attempt.run(backend))
     return tuple(results)
 
 
-def _python(backend: SandboxBackend, source: str, arguments: Sequence[str] = ()) -> list[str]:
-    return [*backend.python, "-I", "-S", "-B", "-c", source, *arguments]
-
-
-async def _attempt(backend: SandboxBackend, abuse: Abuse, arguments: tuple[str, ...]) -> AbuseResult:
-    budget = (_LIMITS.memory_bytes, _LIMITS.disk_bytes, _LIMITS.max_pids, _LIMITS.max_files)
-    argv = _python(backend, _HEAD + abuse.source, (*arguments, *map(str, budget)))
-    async with await backend.open({}, limits=_LIMITS) as sandbox:
+async def _attempt(backend: SandboxBackend, abuse: Abuse, arguments: tuple[str, ...], path: str) -> AbuseResult:
+    budget = (LIMITS.memory_bytes, LIMITS.disk_bytes, LIMITS.max_pids, LIMITS.max_files)
+    argv = python_command(backend, _HEAD + abuse.source, (*arguments, *map(str, budget), path))
+    async with await backend.open({}, limits=LIMITS) as sandbox:
         result = await sandbox.exec(argv)
     if b"TRIED" not in result.stdout:
         said = result.stderr.decode(errors="replace").strip()
@@ -379,77 +405,3 @@ async def _attempt(backend: SandboxBackend, abuse: Abuse, arguments: tuple[str, 
         got_through.append(result.stderr.decode(errors="replace").strip()[-200:])
     detail = "; ".join([result.outcome.value, *got_through])
     return AbuseResult(name=abuse.name, stopped=not got_through, detail=detail[:500])
-
-
-_DAEMON = """
-import os, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        count = 0
-        while True:
-            count += 1
-            with open("/task/count.new", "w") as file:
-                file.write(str(count))
-            os.rename("/task/count.new", "/task/count")
-            time.sleep(0.005)
-    os._exit(0)
-while not os.path.exists("/task/count"):
-    time.sleep(0.005)
-os._exit(0)
-"""
-
-
-async def _daemon(backend: SandboxBackend) -> AbuseResult:
-    """A process that has left its session and its parent, counting in a file."""
-    async with await backend.open({}, limits=_LIMITS) as sandbox:
-        started = await sandbox.exec(_python(backend, _DAEMON))
-        if started.outcome is not Outcome.OK or started.exit_code != 0:
-            raise SandboxError(f"the attempt 'daemon' could not be made: {started.outcome} {started.detail}")
-        first = await sandbox.read("count")
-        await sandbox.exec(_python(backend, "import time; time.sleep(0.1)"))
-        second = await sandbox.read("count")
-    return AbuseResult(name="daemon", stopped=first == second, detail=f"counted from {first!r} to {second!r}")
-
-
-_TRAPS = """
-import os
-os.symlink("/etc/passwd", "link")
-os.symlink("/", "directory")
-os.symlink("/proc/self/environ", "magic")
-os.mkfifo("pipe")
-open("plain", "w").close()
-os.link("plain", "hard")
-with open("large", "wb") as file:
-    file.truncate(8 * 2**20)
-"""
-
-
-async def _traps_in_files(backend: SandboxBackend) -> AbuseResult:
-    """Names that lead a careless reader out of the sandbox, or hang it."""
-    passed = []
-    async with await backend.open({}, limits=_LIMITS) as sandbox:
-        made = await sandbox.exec(_python(backend, _TRAPS))
-        if made.exit_code != 0:
-            raise SandboxError(f"the attempt 'traps in files' could not be made: {made.outcome} {made.stderr!r}")
-        for path in (
-            "link",
-            "directory/etc/passwd",
-            "magic",
-            "pipe",
-            "hard",
-            "large",
-            "../../../etc/passwd",
-            "/etc/passwd",
-        ):
-            if await _can_be_read(sandbox, path):
-                passed.append(path)
-    return AbuseResult(name="traps in files", stopped=not passed, detail=f"read through: {passed}")
-
-
-async def _can_be_read(sandbox: Sandbox, path: str) -> bool:
-    try:
-        await sandbox.read(path)
-    except (SandboxError, OSError):
-        return False
-    return True

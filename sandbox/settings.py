@@ -20,7 +20,7 @@ class SandboxSettings:
     """
 
     backend: str = "bubblewrap"
-    """A name of the SANDBOXES table."""
+    """A name of the SANDBOXES table, or "package.module:opener" for one that is not ours."""
     allow_weaker: bool = False
     """Whether a wall without control groups may do where none can be made; its name is on every trajectory."""
     max_open: int = 64

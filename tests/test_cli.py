@@ -155,6 +155,16 @@ def test_a_model_without_its_files_is_refused(
     assert "no weights" in error if missing.endswith("safetensors") else missing in error
 
 
+def test_nothing_is_trained_where_an_attempt_to_break_out_succeeds(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    setting = 'sandbox.backend="bare_sandboxes:open_leaking"'
+    assert main(["train", str(config), "--set", setting, "--set", f'run.directory="{tmp_path / "runs"}"']) == 1
+    said = capsys.readouterr().err
+    assert "the sandbox does not stop what it must, so nothing is trained in it: fork bomb" in said
+    assert "daemon" in said
+
+
 def test_a_port_in_use_is_refused(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,6 +1,6 @@
 """The verbs of the command line: one module each, with `HELP`, `add_arguments(parser)` and `main(arguments) -> int`."""
 
-from asyncrl.commands import bench, check, environments, evaluate, plot, simulate, status, train
+from asyncrl.commands import bench, check, environments, evaluate, plot, sandbox, simulate, status, train
 
 COMMANDS = {
     "train": train,
@@ -9,6 +9,7 @@ COMMANDS = {
     "status": status,
     "eval": evaluate,
     "environments": environments,
+    "sandbox": sandbox,
     "plot": plot,
     "bench": bench,
 }
