@@ -6,7 +6,8 @@ curses was rejected because it takes the whole screen.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import trio
@@ -53,8 +54,8 @@ class Progress:
         self._console = console
         self._title = title
         self._max_steps = max_steps
-        self._rows: list[Mapping[str, float]] = []
-        self._warm_start_rows: list[Mapping[str, float]] = []
+        self._rows = deque[Mapping[str, float]](maxlen=_SHOWN_STEPS)
+        self._warm_start_rows = deque[Mapping[str, float]](maxlen=_SHOWN_STEPS)
         self._run: Run | None = None
         self.note = "starting"
         """What is going on besides the run's steps; empty for nothing."""
@@ -128,11 +129,11 @@ async def _refresh(live: Live) -> None:
         await trio.sleep(_REFRESH_S)
 
 
-def _table(title: str, rows: Sequence[Mapping[str, float]], columns: Sequence[tuple[str, str, str]]) -> Table:
+def _table(title: str, rows: Iterable[Mapping[str, float]], columns: Sequence[tuple[str, str, str]]) -> Table:
     table = Table(title=title, box=None)
     for name, _, _ in columns:
         table.add_column(name, justify="right")
-    for record in rows[-_SHOWN_STEPS:]:
+    for record in rows:
         table.add_row(*(text.format(record[key]) if key in record else "" for _, key, text in columns))
     return table
 

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import trio
+
 from asyncrl.progress import Progress, moment
 from asyncrl.protocols import StepResult
 from asyncrl.run import Run
@@ -20,6 +22,9 @@ from asyncrl.types import Group, PolicyVersion, TokenIds
 WARM_START = "warm_start"
 """The `phase` of a line of metrics.jsonl that is about demonstrations; the others say "rollouts"."""
 
+_STATUS_EVERY_S = (
+    1.0  # at most, while groups finish; at thousands of episodes each would cost more than its episodes do
+)
 _KEPT_SPIKES = 8  # largest token ratios of a step that are written down; all 64 would be 1 MB in 100 steps
 
 
@@ -48,6 +53,7 @@ class RunRecorder:
         self._wall_clock = wall_clock
         self._run: Run | None = None
         self._generated = (0.0, 0.0)
+        self._status_due = 0.0
         for path in (directory.metrics, directory.spikes):
             _cut_back(path, version)
         directory.summary.unlink(missing_ok=True)  # of before a resume: it must not speak for what follows
@@ -75,7 +81,8 @@ class RunRecorder:
                     "detail": trajectory.detail,
                 }
                 file.write(json.dumps(line) + "\n")
-        self._write_status()
+        if trio.current_time() >= self._status_due:
+            self._write_status()
 
     def step(self, record: Mapping[str, float], result: StepResult) -> None:
         """Append a step's line and show it."""
@@ -121,6 +128,7 @@ class RunRecorder:
         if self._run is None:
             return
         status = self._run.status
+        self._status_due = trio.current_time() + _STATUS_EVERY_S
         self._directory.write_json(
             self._directory.status,
             {

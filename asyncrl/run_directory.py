@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl import __version__
 from asyncrl.configs import Config, differences, dump_config, load_config
 from asyncrl.errors import ConfigError
@@ -86,9 +88,12 @@ class RunDirectory:
             yield
 
     def write_json(self, path: Path, value: Mapping[str, Any]) -> None:
-        """Replace a JSON file in one step: a reader never sees half of it."""
+        """Replace a JSON file in one step: a reader never sees half of it. What is no finite number becomes null.
+
+        By msgspec, since the standard library indents in Python: 25 times as slow, in the loop's own time.
+        """
         partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
         partial.replace(path)
 
 

@@ -11,6 +11,7 @@ process, sandbox or shared-memory file is left, and --resume goes on from the ne
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import socket
 import sys
@@ -171,6 +172,7 @@ async def _train(
                 if isinstance(parts.engines, EnginePool):
                     registry.register(EngineCollector(parts.engines.statistics))
                 await beside.start(serve, make_asgi_app(registry), listener)
+                gc.freeze()  # what is here stays: full collections, which stall the loop, need not walk over it
                 await run.train()
                 summary = recorder.finish(run, wall_seconds=trio.current_time() - started)
         beside.cancel_scope.cancel()
