@@ -14,7 +14,8 @@ from asyncrl.bench.buffer import make_group
 @pytest.mark.slow
 def test_every_figure_is_there_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "buffer.json"
-    small = ["--trajectories", "64", "1024", "--megabytes", "1", "--always-records", "4"]
+    small = ["--trajectories", "64", "1024", "--megabytes", "1", "--always-records", "4", "--steps", "200"]
+    small += ["--in-flight", "64", "--episode-seconds", "0.2", "--seconds", "0.5"]
     arguments = ["bench", "buffer", *small, "--directory", str(tmp_path), "--json", str(report)]
     assert cli.main(arguments) == 0
     figures = json.loads(report.read_text())
@@ -24,8 +25,17 @@ def test_every_figure_is_there_and_nothing_is_left(tmp_path: Path, capsys: pytes
     assert all(cost["ratio"] > 0 for cost in figures["journal"])
     assert figures["resume"]["bytes"] > 10**6
     assert figures["slowest_take_over_fastest"] >= 1
+    assert figures["loop"]["in_flight"] > 16
+    assert figures["loop"]["cpu_ms_per_trajectory"] > 0
+    assert figures["loop"]["lag_p99_ms"] >= figures["loop"]["lag_p50_ms"] > 0
+    assert figures["memory"]["trajectories"] >= 200 * 8
+    growth = figures["memory"]["kib_per_100_steps"]
+    assert growth["low"] <= growth["slope"] <= growth["high"]
     assert list(tmp_path.iterdir()) == [report]
-    assert "resuming reads 1 GiB of journal in" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "resuming reads 1 GiB of journal in" in printed
+    assert "ms of CPU per finished one" in printed
+    assert "memory over 200 steps" in printed
 
 
 def test_a_group_is_eight_trajectories_of_512_tokens() -> None:
@@ -39,6 +49,8 @@ def test_a_group_is_eight_trajectories_of_512_tokens() -> None:
     [
         (["--trajectories", "8"], "--trajectories must be >= 16, got 8"),
         (["--megabytes", "0"], "--megabytes must be >= 1, got 0"),
+        (["--in-flight", "7"], "--in-flight must be >= 8, got 7"),
+        (["--episode-seconds", "nan"], "--episode-seconds must be >= 0.1, got nan"),
         (["--directory", "/nowhere"], "there is no directory /nowhere"),
     ],
 )

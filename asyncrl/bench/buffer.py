@@ -38,8 +38,10 @@ from asyncrl.types import (
     TrajectoryStatus,
 )
 
-_TOKENS = 512
-_PROMPT = 64
+TOKENS = 512
+"""Of one trajectory."""
+PROMPT_TOKENS = 64
+"""Of those, not sampled."""
 _GROUP_SIZE = 8
 _ROUNDS = 5  # one in five may meet a busy neighbour
 _PER_TRAJECTORY_BYTES = 12 * 2**10  # arrays and records together, generously: what memory is asked for before building
@@ -83,7 +85,7 @@ def bench_buffer(sizes: Sequence[int], directory: Path, *, megabytes: int, alway
         journals = [_journal_cost(Path(scratch), fsync, megabytes, always_records) for fsync in Fsync]
         resume = _resume_cost(Path(scratch) / "resume", megabytes)
     return {
-        "tokens_per_trajectory": _TOKENS,
+        "tokens_per_trajectory": TOKENS,
         "buffer": [asdict(cost) for cost in costs],
         "slowest_insertion_over_fastest": _spread([cost.insertions_per_second for cost in costs]),
         "slowest_take_over_fastest": _spread([cost.takes_per_second for cost in costs]),
@@ -110,7 +112,7 @@ def make_group(group_id: int, shared: Segment | None = None) -> Group:
                 trajectory_id=f"{group_id}-{index}",
                 task_id=_TASK.task_id,
                 environment=_TASK.environment,
-                segments=(shared or _segment(group_id + index),),
+                segments=(shared or make_segment(group_id + index),),
                 reward=1.0,
                 status=TrajectoryStatus.COMPLETED,
                 num_turns=1,
@@ -120,22 +122,23 @@ def make_group(group_id: int, shared: Segment | None = None) -> Group:
     )
 
 
-def _segment(seed: int) -> Segment:
+def make_segment(seed: int) -> Segment:
+    """Return a segment of 512 tokens, the last 448 sampled by version 0."""
     return Segment(
-        token_ids=TokenIds(array("i", [seed % 50_000]) * _TOKENS),
-        loss_mask=bytes(_PROMPT) + b"\1" * (_TOKENS - _PROMPT),
-        behaviour_logprobs=Logprobs(array("f", [-0.5]) * _TOKENS),
-        spans=(TokenSpan(start=_PROMPT, end=_TOKENS, version=0),),
+        token_ids=TokenIds(array("i", [seed % 50_000]) * TOKENS),
+        loss_mask=bytes(PROMPT_TOKENS) + b"\1" * (TOKENS - PROMPT_TOKENS),
+        behaviour_logprobs=Logprobs(array("f", [-0.5]) * TOKENS),
+        spans=(TokenSpan(start=PROMPT_TOKENS, end=TOKENS, version=0),),
     )
 
 
 async def _buffer_cost(trajectories: int) -> BufferCost:
     num_groups = trajectories // _GROUP_SIZE
     shares = trajectories * _PER_TRAJECTORY_BYTES > _available_bytes() / 2
-    shared = _segment(0) if shares else None
-    before = _resident_bytes()
+    shared = make_segment(0) if shares else None
+    before = resident_bytes()
     groups = [make_group(group_id, shared) for group_id in range(num_groups)]
-    grown = _resident_bytes() - before
+    grown = resident_bytes() - before
     insertions, takes = list[float](), list[float]()
     gc.collect()
     gc.freeze()  # the records would be walked over and over; a run, too, makes them long before
@@ -158,7 +161,7 @@ async def _buffer_cost(trajectories: int) -> BufferCost:
         shared_arrays=shares,
         insertions_per_second=trajectories / min(insertions),
         takes_per_second=trajectories / min(takes),
-        bytes_per_token=None if shares else grown / (trajectories * _TOKENS),
+        bytes_per_token=None if shares else grown / (trajectories * TOKENS),
     )
 
 
@@ -168,7 +171,8 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Return the memory that this process holds."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -269,8 +273,8 @@ async def _write_run(file: Journal, num_bytes: int) -> int:
         journal.append_nowait(Kind.GROUP_ADMITTED, admitted, group_id=num_groups)
         sampler = JournalledSampler(_Answers(group), journal, num_groups)
         for trajectory in group.trajectories:
-            prompt = TokenIds(trajectory.segments[0].token_ids[:_PROMPT])
-            await sampler.sample(prompt, max_tokens=_TOKENS, trajectory_id=trajectory.trajectory_id)
+            prompt = TokenIds(trajectory.segments[0].token_ids[:PROMPT_TOKENS])
+            await sampler.sample(prompt, max_tokens=TOKENS, trajectory_id=trajectory.trajectory_id)
             sampler.keep_nowait(trajectory)
         sampler.finish_nowait(group)
         await journal.flush()
@@ -289,8 +293,8 @@ class _Answers:
     ) -> Completion:
         segment = self._segments[trajectory_id]
         return Completion(
-            token_ids=TokenIds(segment.token_ids[_PROMPT:]),
-            behaviour_logprobs=Logprobs(segment.behaviour_logprobs[_PROMPT:]),
-            spans=(TokenSpan(start=0, end=_TOKENS - _PROMPT, version=0),),
+            token_ids=TokenIds(segment.token_ids[PROMPT_TOKENS:]),
+            behaviour_logprobs=Logprobs(segment.behaviour_logprobs[PROMPT_TOKENS:]),
+            spans=(TokenSpan(start=0, end=TOKENS - PROMPT_TOKENS, version=0),),
             finish_reason=FinishReason.STOP,
         )

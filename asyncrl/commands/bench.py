@@ -3,7 +3,7 @@
 asyncrl bench step --json step.json       seconds per optimizer step against TRL's GRPOTrainer
 asyncrl bench step --without-trl
 asyncrl bench learner --json learner.json what one forward and backward pass costs, against plain transformers
-asyncrl bench buffer --json buffer.json   what buffer and journal cost, against plain writes to the same disk
+asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from asyncrl.bench.buffer import bench_buffer
 from asyncrl.bench.learner import bench_learner
 from asyncrl.bench.learner import table as learner_table
 from asyncrl.bench.learner_settings import LearnerBench
+from asyncrl.bench.loop import bench_loop
 from asyncrl.bench.step import bench_step
 from asyncrl.errors import ConfigError
 
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             learner.add_argument(flag, type=int, default=option.default, metavar="N", help=f"default {option.default}")
     learner.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     learner.set_defaults(command=_learner)
-    buffer = benches.add_parser("buffer", help="buffer and journal: insertions, takes, bytes, appends, resuming")
+    buffer = benches.add_parser("buffer", help="buffer, journal and loop: what they cost, and whether memory grows")
     buffer.add_argument(
         "--trajectories",
         type=int,
@@ -65,6 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     buffer.add_argument("--megabytes", type=int, default=128, help="written per round (default: 128)")
     buffer.add_argument("--always-records", type=int, default=200, help="synced one by one (default: 200)")
     buffer.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure (default: here)")
+    buffer.add_argument("--in-flight", type=int, default=4096, metavar="N", help="episodes under way (default: 4096)")
+    buffer.add_argument("--episode-seconds", type=float, default=6.0, metavar="S", help="their median (default: 6)")
+    buffer.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of measuring them (default: 20)")
+    buffer.add_argument("--steps", type=int, default=2000, metavar="N", help="simulated, for memory (default: 2000)")
     buffer.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     buffer.set_defaults(command=_buffer)
 
@@ -107,15 +112,23 @@ def _learner(arguments: argparse.Namespace) -> int:
 
 
 def _buffer(arguments: argparse.Namespace) -> int:
-    least = {"trajectories": min(arguments.trajectories), "megabytes": arguments.megabytes}
-    for name, found in {**least, "always-records": arguments.always_records}.items():
-        lowest = 16 if name == "trajectories" else 1
-        if found < lowest:
-            raise ConfigError(f"--{name} must be >= {lowest}, got {found}")
+    least = {"trajectories": 16, "megabytes": 1, "always_records": 1, "in_flight": 8, "steps": 100}
+    least |= {"episode_seconds": 0.1, "seconds": 0.1}
+    for name, lowest in least.items():
+        found = getattr(arguments, name)
+        if not (found := min(found) if isinstance(found, list) else found) >= lowest:  # so that NaN is refused too
+            raise ConfigError(f"--{name.replace('_', '-')} must be >= {lowest}, got {found}")
     _check_json(arguments.json)
     if not arguments.directory.is_dir():
         raise ConfigError(f"--directory: there is no directory {arguments.directory}")
-    report = bench_buffer(
+    report = bench_loop(  # before the others have stretched the heap
+        arguments.directory,
+        in_flight=arguments.in_flight,
+        episode_s=arguments.episode_seconds,
+        seconds=arguments.seconds,
+        steps=arguments.steps,
+    )
+    report |= bench_buffer(
         arguments.trajectories,
         arguments.directory,
         megabytes=arguments.megabytes,
@@ -132,6 +145,15 @@ def _buffer(arguments: argparse.Namespace) -> int:
             f"journal, fsync {cost['fsync']}: {cost['megabytes_per_second']:.0f} MB/s, {cost['ratio']:.2f} of plain "
             f"writes of the same bytes"
         )
+    loop, growth = report["loop"], report["memory"]["kib_per_100_steps"]
+    print(
+        f"orchestrator with {loop['in_flight']:.0f} episodes under way: {loop['cpu_ms_per_trajectory']:.2f} ms of CPU "
+        f"per finished one, its loop late by {loop['lag_p99_ms']:.1f} ms (p99)"
+    )
+    print(
+        f"memory over {report['memory']['steps']} steps: {growth['slope']:+.1f} KiB per 100 steps "
+        f"({growth['low']:+.1f} to {growth['high']:+.1f})"
+    )
     print(f"resuming reads 1 GiB of journal in {report['resume']['seconds_per_gib']:.1f} s")
     _write(arguments.json, report)
     return 0
