@@ -34,8 +34,8 @@ def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend:
     section 6, by the normal approximation and without its correction for ties.
 
     Example:
-        >>> trend([0, 1, 2, 3], [5.0, 7.0, 9.0, 100.0]).slope
-        16.833333333333332
+        >>> trend([0, 1, 2, 3, 4], [5.0, 7.0, 9.0, 100.0, 13.0]).slope
+        2.0
     """
     slopes = sorted((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(zip(xs, ys, strict=True), 2))
     count, pairs = len(xs), len(slopes)

@@ -112,7 +112,7 @@ def _learner(arguments: argparse.Namespace) -> int:
 
 
 def _buffer(arguments: argparse.Namespace) -> int:
-    least = {"trajectories": 16, "megabytes": 1, "always_records": 1, "in_flight": 8, "steps": 100}
+    least: dict[str, float] = {"trajectories": 16, "megabytes": 1, "always_records": 1, "in_flight": 8, "steps": 100}
     least |= {"episode_seconds": 0.1, "seconds": 0.1}
     for name, lowest in least.items():
         found = getattr(arguments, name)
