@@ -228,6 +228,7 @@ class _Copy:
                 self._content(opened, made)
                 os.fchown(made, status.st_uid, status.st_gid)
                 os.fchmod(made, stat.S_IMODE(status.st_mode))
+                os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))  # build tools and Python compare times
             finally:
                 os.close(made)
         finally:
