@@ -29,6 +29,7 @@ from asyncrl.curriculum import with_curriculum
 from asyncrl.engine_processes import NoEngines, engine_starts, make_pool
 from asyncrl.engines import EnginePool
 from asyncrl.environments import load_environment
+from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
 from asyncrl.protocols import Environment, Sampler, SandboxBackend, StepResult
 from asyncrl.run import Parts
@@ -148,6 +149,7 @@ async def open_parts(
         environment = with_curriculum(
             environment, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
         )
+        environment = with_latency(environment, config.environment.latency, seed=config.run.seed)
         say("starting the engine and the learner" if config.samples else "starting the learner")
         pool = make_pool(config, renderer, run_id, version) if config.samples else NoEngines()
         stack.push_async_callback(pool.aclose)

@@ -120,6 +120,7 @@ class Config:
         """Refuse settings of different parts that contradict each other."""
         if self.metrics.port in self.engine.ports:
             raise ConfigError(f"port {self.metrics.port} cannot be both [engine]'s and [metrics]'s")
+        self._check_latency()
         self._check_group_deadline()
         self._check_warm_start()
         self._check_teacher()
@@ -151,6 +152,15 @@ class Config:
                 f"{self.learner.baseline!r}, loss = {self.learner.loss!r} ([learner]) and kind = "
                 f"{self.learner.critic.kind!r} ([learner.critic]): it is for losses that weigh tokens by an advantage "
                 f"over the group"
+            )
+
+    def _check_latency(self) -> None:
+        straggler_s = self.environment.latency.straggler_s
+        limit_s = getattr(resolve_options(self.environment), "episode_timeout_s", float("inf"))
+        if straggler_s >= limit_s:
+            raise ConfigError(
+                f"median_s * straggler_factor = {straggler_s:g} s ([environment.latency]) must be below "
+                f"episode_timeout_s = {limit_s:g} ([environment.options]), which it is part of"
             )
 
     def _check_group_deadline(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.environments.latency import LatencySettings
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Environment, SandboxBackend
 from asyncrl.rollout import RolloutSettings
@@ -33,6 +34,8 @@ class EnvironmentSettings:
     """A name of the ENVIRONMENTS table, or "package.module:Class"."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own settings: the fields of its `settings_type`."""
+    latency: LatencySettings = field(default_factory=LatencySettings)
+    """Seconds added to every episode of a run, for experiments."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for a name or an option that the environment does not have."""
