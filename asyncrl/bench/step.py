@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +13,12 @@ from typing import Any
 
 import trio
 
-from asyncrl.configs import Config, dump_config, load_config
+from asyncrl.bench.child_run import call, train_in_child
+from asyncrl.configs import Config, load_config
 from asyncrl.environments import resolve_options
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.processes import open_tasks
-from asyncrl.recording import read_metrics
 from asyncrl.rollout import Episode
-from asyncrl.run_directory import RunDirectory
 
 _BATCH = ("environment.options.max_turns=1", "environment.options.max_tokens=96")
 """What TRL can do too: one turn, at most 96 tokens. Given overrides come after and may change it."""
@@ -59,21 +56,7 @@ def bench_step(config_path: Path, overrides: list[str], *, steps: int, with_trl:
 
 
 def _time_ours(config: Config, steps: int) -> StepTimes:
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as scratch:
-        path, directory = Path(scratch) / "bench.toml", RunDirectory(Path(scratch) / "run")
-        path.write_text(dump_config(config), encoding="utf-8")
-        settings = {
-            "run.directory": f'"{directory.path}"',
-            "run.steps": steps + 1,
-            "run.max_minutes": 0,
-            "run.checkpoint_every_steps": 0,
-            "run.keep_checkpoints": 1,
-            "evaluation.samples": 0,
-        }
-        sets = [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
-        _call([sys.executable, "-m", "asyncrl", "train", str(path), *sets], "asyncrl")
-        records = read_metrics(directory)
-        summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+    records, summary = train_in_child(config, {"run.steps": steps + 1, "run.max_minutes": 0})
     moments = [record["seconds"] for record in records]
     seconds = [after - before for before, after in pairwise(moments)]
     episodes = sum(summary["trajectories"].values())
@@ -95,7 +78,7 @@ def _time_trl(config: Config, steps: int) -> StepTimes:
         "max_tokens": resolve_options(config.environment).max_tokens,
         "seed": config.run.seed,
     }
-    output = _call([sys.executable, "-m", "asyncrl.bench.trl_step", json.dumps(settings)], "TRL")
+    output = call([sys.executable, "-m", "asyncrl.bench.trl_step", json.dumps(settings)], "TRL")
     result = json.loads(output.splitlines()[-1])
     return StepTimes(
         trainer="trl",
@@ -111,12 +94,3 @@ async def _prompts(config: Config, count: int) -> list[str]:
         episodes = [Episode(trajectory_id="bench", task=environment.get_item()) for _ in range(count)]
         prompts = [renderer.start(environment.start(e), reply_prefix=environment.reply_prefix) for e in episodes]
         return [renderer.decode(prompt, keep_special=True) for prompt in prompts]
-
-
-def _call(command: list[str], name: str) -> str:
-    print(f"running {name} ...", file=sys.stderr, flush=True)
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode != 0:
-        last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise AsyncRLError(f"{name} exited with code {done.returncode}; its last lines:\n{last}")
-    return done.stdout

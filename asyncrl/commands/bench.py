@@ -2,6 +2,7 @@
 
 asyncrl bench step --json step.json       seconds per optimizer step against TRL's GRPOTrainer
 asyncrl bench step --without-trl
+asyncrl bench async --json async.json     optimizer steps per hour, asynchronous against synchronous
 asyncrl bench learner --json learner.json what one forward and backward pass costs, against plain transformers
 asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from asyncrl.bench.bounds import bench_bounds
 from asyncrl.bench.buffer import bench_buffer
 from asyncrl.bench.learner import bench_learner
 from asyncrl.bench.learner import table as learner_table
@@ -41,6 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--without-trl", action="store_true", help="time asyncrl alone")
     step.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     step.set_defaults(command=_step)
+    bounds = benches.add_parser(
+        "async",
+        help="optimizer steps per hour by the bound on staleness, with slow episodes",
+        description="Trains twice, for --minutes each and the time to start: engine, learner and tasks are the real "
+        "ones. Episodes wait as [environment.latency] says, by default a median of 15 s.",
+    )
+    bounds.add_argument("--config", type=Path, default=Path("configs/demo.toml"), help="default configs/demo.toml")
+    bounds.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="replace one setting")
+    bounds.add_argument("--minutes", type=float, default=8.0, metavar="M", help="of each run (default: 8)")
+    bounds.add_argument(
+        "--bounds",
+        type=int,
+        nargs="+",
+        default=[0, 3],
+        metavar="N",
+        help="values of max_off_policyness (default: 0 3); the ratio is the last one's to the first one's",
+    )
+    bounds.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    bounds.set_defaults(command=_bounds)
     learner = benches.add_parser(
         "learner",
         help="forward and backward against transformers, prefix sharing, the loss's share, and how exact it is",
@@ -93,6 +114,24 @@ def _step(arguments: argparse.Namespace) -> int:
             )
     if "ratio" in report:
         print(f"asyncrl is {report['ratio']:.1f} times faster a step, {report['ratio_per_token']:.1f} times a token")
+    _write(arguments.json, report)
+    return 0
+
+
+def _bounds(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.minutes < float("inf"):
+        raise ConfigError(f"--minutes must be > 0, got {arguments.minutes}")
+    if len({*arguments.bounds}) < max(2, len(arguments.bounds)):
+        raise ConfigError(f"--bounds must be at least two different ones, got {arguments.bounds}")
+    _check_json(arguments.json)
+    report = bench_bounds(arguments.config, arguments.set, minutes=arguments.minutes, bounds=arguments.bounds)
+    for run in report["runs"]:
+        print(
+            f"max_off_policyness = {run['max_off_policyness']}: {run['steps_per_hour']:.1f} steps an hour over "
+            f"{run['steps']} steps; the learner waited for groups {run['learner_idle_share']:.0%} of the time, the "
+            f"engines had nothing to do {run['engine_idle_share']:.0%}"
+        )
+    print(f"{arguments.bounds[-1]} takes {report['ratio']:.2f} times the steps an hour of {arguments.bounds[0]}")
     _write(arguments.json, report)
     return 0
 
