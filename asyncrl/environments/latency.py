@@ -24,7 +24,7 @@ class LatencySettings:
 
     Example:
         >>> round(LatencySettings(median_s=10.0).seconds(Random(0)), 1)
-        8.1
+        18.4
     """
 
     median_s: float = 0.0
