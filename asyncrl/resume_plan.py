@@ -19,7 +19,7 @@ which the lines part, and on from there.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,14 +93,16 @@ def plan_resumption(
     line = {int(v): digest for v, digest in state.get("weights", {}).items()}
     draws = [Draw(draw_id=entry["draw_id"], task=Task(**entry["task"])) for entry in state.get("draws", ())]
     draws += [event.attempt.draw for event in history.events if isinstance(event, Admitted) and event.fresh]
+    attempts = defaultdict[int, list[Attempt]](list)
+    for attempt in history.attempts.values():
+        attempts[attempt.draw.draw_id].append(attempt)
     candidates: list[KeptGroup] = []
     redraw: dict[int, Draw] = {}
     dropped: dict[int, str] = {}
     for draw in draws:
-        attempts = [attempt for attempt in history.attempts.values() if attempt.draw.draw_id == draw.draw_id]
-        if any(attempt.dropped is not None and not attempt.dropped.redrawn for attempt in attempts):
+        if any(attempt.dropped and not attempt.dropped.redrawn for attempt in attempts[draw.draw_id]):
             continue
-        live = [attempt for attempt in attempts if attempt.dropped is None]
+        live = [attempt for attempt in attempts[draw.draw_id] if attempt.dropped is None]
         dropped |= {attempt.group_id: LOST for attempt in live[:-1]}
         kept = _keep(live[-1], line, version, history.resumes, lost_line) if live else LOST
         if isinstance(kept, KeptGroup):
@@ -111,8 +113,9 @@ def plan_resumption(
     reused, num_lost_uses = _reused(state.get("reusable", {}), line, version, history, settings, lost_line)
     candidates.sort(key=lambda kept: kept.group_id)
     scheduled = _schedule(candidates, version, settings, num_slots=settings.num_slots - len(reused))
+    in_time = {kept.group_id for kept in scheduled}
     for candidate in candidates:
-        if candidate not in scheduled:
+        if candidate.group_id not in in_time:
             redraw[candidate.draw.draw_id] = candidate.draw
             dropped[candidate.group_id] = TOO_OLD
     return Resumption(
