@@ -145,6 +145,32 @@ def test_a_wall_clock_that_jumps_dates_records_and_changes_nothing_else(tmp_path
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["step-2", "step-4"]
 
 
+def test_the_status_is_a_second_old_at_most_and_not_written_for_every_group(tmp_path: Path) -> None:
+    dates = iter(range(10))
+    directory = RunDirectory(tmp_path)
+    directory.trajectories.mkdir(parents=True)
+    progress = Progress(Console(file=io.StringIO()), title="run", max_steps=4)
+    recorder = RunRecorder(directory, progress, lambda _: "", version=0, wall_clock=lambda: float(next(dates)))
+    simulation = Simulation(directory.checkpoints, recorder=recorder)
+    group = Group(group_id=0, task=_TASK, trajectories=())
+
+    def written() -> float:
+        return float(json.loads(directory.status.read_text())["time"])
+
+    async def main() -> None:
+        recorder.watch(simulation.run)
+        for _ in range(3):
+            recorder.group(group)
+        assert written() == 0
+        await trio.sleep(1.0)
+        recorder.group(group)
+        assert written() == 1
+        recorder.phase()
+        assert written() == 2, "what the run does now is written at once"
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 def test_a_status_from_the_future_is_not_of_negative_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = RunDirectory(tmp_path)
     directory.config.touch()

@@ -314,6 +314,19 @@ def test_check_predicts_the_steady_state_from_given_rates_and_refuses_what_they_
     assert "group_deadline_s = 200 ([buffer]) ends most episodes" in error
 
 
+def test_check_predicts_from_a_run_that_has_been(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    step = {"tokens_trained": 900.0, "step_seconds": 9.0, "sync_seconds": 0.5, "sync_stall_seconds": 0.5}
+    step |= {"completion_tokens_mean": 30.0, "solve_rate": 0.5, "generated_tokens_per_second": 300.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    assert main(["check", str(config), "--from", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for words in ("# staleness: mean ", "# learner: idle ", "# engines: idle ", "MiB of tokens"):
+        assert words in printed
+    assert "holds no steps to measure rates from" in _refused(capsys, "check", str(config), "--from", "nowhere")
+
+
 def test_check_counts_the_engines_that_would_be_started(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = ["--rate", "engine_tokens_per_second=100", "--set", "engine.urls=[]", "--set"]
     rates = []
