@@ -39,7 +39,7 @@ from asyncrl.learner.credit import select
 from asyncrl.learner.served import ServedModel
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.types import Completion, FinishReason, TokenIds, TokenSpan, WeightManifest
-from asyncrl.weight_sync import combined_digest
+from asyncrl.weight_sync import combined_digest, manifest_to_json
 from asyncrl.weight_sync.shared_memory import SharedMemoryPublisher
 
 pytestmark = pytest.mark.engine
@@ -500,6 +500,53 @@ def test_a_pull_that_is_given_up_leaves_the_engine_serving(server: Server) -> No
     run(server, body)
 
 
+def test_a_pull_that_is_given_up_when_all_is_loaded_changes_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: an update that stays open in the server, a shadow that is used again half loaded."""
+
+    async def body(rig: Rig) -> None:
+        manifest = rig.publish(2)
+        with trio.CancelScope() as scope, monkeypatch.context() as patch:
+            patch.setattr(rig.engine, "hold_requests", scope.cancel)  # the last thing before the pause
+            await rig.engine.pull(manifest)
+        assert scope.cancelled_caught
+        completion = await rig.pool.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")
+        assert [span.version for span in completion.spans] == [1]
+        assert_labels_tell_the_truth(rig, prompt_of("on"), completion)
+        await rig.engine.pull(rig.publish(3))
+        completion = await rig.pool.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")
+        assert [span.version for span in completion.spans] == [3]
+        assert_labels_tell_the_truth(rig, prompt_of("on"), completion)
+
+    run(server, body)
+
+
+def test_a_server_that_a_killed_run_left_in_the_middle_of_an_update_serves_the_next_run(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.engine.post("/start_weight_update", None, {})
+        piece = {"manifest": manifest_to_json(rig.publish(2)), "num_tensors": 3}
+        await rig.engine.post("/update_weights", {"update_info": piece}, {})
+
+    async def next_run(rig: Rig) -> None:
+        completion = await rig.pool.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")
+        assert_labels_tell_the_truth(rig, prompt_of("on"), completion)
+
+    run(server, body)
+    run(server, next_run)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_version_is_in_place_however_it_was_loaded(server: Server, staged: bool) -> None:
+    async def body(rig: Rig) -> None:
+        for version in (2, 3):
+            await rig.engine.pull(rig.publish(version))
+            completion = await rig.pool.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")
+            assert_labels_tell_the_truth(rig, prompt_of("on"), completion)
+
+    run(server, body, staged_sync=staged)
+
+
 def test_a_prompt_that_fills_the_context_is_refused_with_the_setting(server: Server) -> None:
     async def body(rig: Rig) -> None:
         with pytest.raises(EngineError, match=r"1024 tokens leaves no room in max_model_len = 1024"):
@@ -640,7 +687,7 @@ def test_a_server_that_dies_fails_its_requests_and_its_sync_at_once(server: Serv
         for draft in drafts:
             assert [span.version for span in draft.spans] == [1]
             assert len(draft.token_ids) == len(draft.behaviour_logprobs) > 0
-        with pytest.raises(WeightSyncError, match="engine-0, pause of version 2: the server does not answer"):
+        with pytest.raises(WeightSyncError, match="engine-0, start of version 2: the server does not answer"):
             await rig.engine.pull(manifest)
         assert "after a failed sync to version 2" in rig.engine.broken
         with pytest.raises(EngineError, match="out of service"):

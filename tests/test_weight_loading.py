@@ -55,3 +55,33 @@ def test_a_version_without_a_tensor_is_told_by_its_name(loaded: tuple[Any, Any, 
     del state["model.layers.1.mlp.down_proj.weight"]
     with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj\.weight"):
         load_in_place(model, config.model_config, state.items())
+
+
+def test_a_shadow_is_loaded_in_pieces_beside_the_model_and_exchanged(loaded: tuple[Any, Any, Path]) -> None:
+    """Kills: a shadow that shares memory with the model, a swap that leaves a layer out, a second load on the first."""
+    from asyncrl.weight_sync.vllm_loading import load_in_place
+    from asyncrl.weight_sync.vllm_staging import Shadow
+
+    model, config, directory = loaded
+    held = another(directory, 4)
+    load_in_place(model, config.model_config, held.items())
+    shadow = Shadow(model, config.model_config)
+    for seed in (5, 6, 7):
+        state = another(directory, seed)
+        tensors = list(state.items())
+        shadow.begin()
+        for start in range(0, len(tensors), 5):
+            shadow.load(tensors[start : start + 5])
+            assert_holds(model, held)
+        shadow.seal()
+        assert_holds(model, held)
+        shadow.exchange()
+        assert_holds(model, state)
+        held = state
+    shadow.begin()
+    shadow.load(tensors[1:])
+    with pytest.raises(WeightSyncError, match=tensors[0][0].replace(".", r"\.")):
+        shadow.seal()
+    assert_holds(model, held)
+    load_in_place(model, config.model_config, another(directory, 8).items())
+    assert_holds(model, another(directory, 8))

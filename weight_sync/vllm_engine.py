@@ -2,17 +2,17 @@
 
 An update is all or nothing. Everything that can be wrong with it is found before the model is touched: the file is
 mapped, its header compared with the manifest, names and shapes with the checkpoint that the engine was started from,
-and the digest of every tensor is computed from the bytes that this process sees (`reader`). Only then is the model
-reloaded, in one call in which no decode step can run (the caller has paused the engine). If the reload itself fails,
-the model may be half new: the engine says so in its report and refuses everything until it is restarted
-(`vllm_loading`).
+and the digest of every tensor is computed from the bytes that this process sees (`reader`). On a CPU the version is
+also loaded before, into a shadow of the model (`vllm_staging`), while tokens are produced (`vllm_update`). Only then,
+with the engine paused by the caller, does it take the running weights' place, in one call. If that call fails, the
+model may be half new: the engine says so in its report and refuses everything until it is restarted.
 """
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from asyncrl.errors import WeightMismatch, WeightSyncError
-from asyncrl.types import TensorEntry
+from asyncrl.types import WeightManifest
 from asyncrl.weight_sync.manifest import manifest_from_json
 from asyncrl.weight_sync.names import check_names, checkpoint_shapes
-from asyncrl.weight_sync.reader import Reader, Version
-from asyncrl.weight_sync.vllm_loading import load_in_place
+from asyncrl.weight_sync.reader import Reader
+from asyncrl.weight_sync.vllm_staging import Shadow
+from asyncrl.weight_sync.vllm_update import Update
 
 _NO_UPDATE: dict[str, Any] = {"encoding": "", "num_bytes": 0, "chain_break": "", "digests": [], "seconds": {}}
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass
@@ -41,13 +41,20 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     run_id: str
     version: int
     """What the weights that the engine was started with are called."""
+    staged: bool = True
+    """Load beside the running weights where that can be done; costs a second copy of them."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One update: the manifest, as JSON-like values."""
+    """A piece of one update. The first brings the manifest; another one with as many tensors waits for the last."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
+    num_tensors: int | None = None
+    """Load up to so many of the manifest's tensors; None stands for all."""
+    abandon: bool = False
+    """End the update that is under way, if there is one, and leave the model as it is. Answered by an error: that alone
+    ends it for vLLM too."""
 
 
 class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -59,6 +66,12 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
+        # one that is replayed from a graph, or quantised on its way, is loaded in place
+        self._can_stage = device.type == "cpu" and self.model_config.enforce_eager and vllm_config.quant_config is None
+        self._staged = True
+        self._shadow: Shadow | None = None
+        self._update: Update | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-weights")
         self._run_id: str | None = None
         self._version: int | None = None
         self._digest = ""
@@ -70,59 +83,81 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Bind to a run. A second run may take over an engine, but not while it is half updated."""
         self._refuse_if_broken()
+        self._staged = init_info.staged
         if init_info.run_id != self._run_id:
             self._run_id, self._version, self._digest = init_info.run_id, init_info.version, ""
             self._last = dict(_NO_UPDATE)
 
     def start_weight_update(self) -> None:
-        """Nothing is touched before the whole update has been checked."""
+        """Make way for a new update. Nothing is touched before the whole of it has been checked."""
         self._refuse_if_broken()
+        self._drop()
+        self._mismatched = ""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Check one version, then load it. Raises: WeightSyncError, with the model untouched unless it says so."""
-        self._refuse_if_broken()
-        self._mismatched = ""
-        try:
-            self._take(update_info)
-        except WeightMismatch as error:
-            self._mismatched = error.tensor
-            raise
+        """Begin the next piece of the update, once the piece before is done.
 
-    def _take(self, update_info: UpdateInfo) -> None:
-        manifest = manifest_from_json(update_info.manifest, "the update")
+        Raises: WeightSyncError for whatever was wrong with that one, and the update is over; the model is untouched.
+        """
+        with self._dropping():
+            if update_info.abandon:
+                raise WeightSyncError("the update was abandoned")
+            self._refuse_if_broken()
+            if update_info.manifest:
+                self._update = self._begin(manifest_from_json(update_info.manifest, "the update"))
+            if self._update is None:
+                raise WeightSyncError("an update begins with its manifest")
+            whole = len(self._update.manifest.tensors)
+            self._update.advance(whole if update_info.num_tensors is None else update_info.num_tensors, self._executor)
+
+    def _begin(self, manifest: WeightManifest) -> Update:
         if self._run_id is not None and manifest.run_id != self._run_id:
             raise WeightSyncError(
                 f"this engine belongs to run {self._run_id}, the manifest is of run {manifest.run_id}"
             )
         if self._version is not None and manifest.version < self._version:
             raise WeightSyncError(f"version {manifest.version} was sent to an engine that holds {self._version}")
-        started = time.perf_counter()
         check_names(
             manifest,
             checkpoint_shapes(self.model_config.model),
             tied_embeddings=bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)),
         )
-        with self._reader.open(manifest) as version:
-            verified = time.perf_counter()
-            self._load(version)
-        self._run_id, self._version = manifest.run_id, manifest.version
-        self._digest = version.digest
-        self._last = {
-            "encoding": version.encoding,
-            "num_bytes": version.num_bytes,
-            "chain_break": version.chain_break or "",
-            "digests": list(version.digests),
-            "seconds": {"read": verified - started, "load": time.perf_counter() - verified},
-        }
-
-    def _load(self, version: Version) -> None:
-        self._broken = f"the reload of version {version.manifest.version} did not finish"
-        load_in_place(self.model, self.model_config, _tensors(version))
-        self._broken = ""
+        if not (self._staged and self._can_stage):
+            self._shadow = None
+        elif self._shadow is None:
+            self._shadow = Shadow(self.model, self.model_config)
+        return Update(manifest, self._reader, self.model, self.model_config, self._shadow)
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: the model was whole when `receive_weights` returned."""
+        """Put the update in place: no decode step may run meanwhile. Raises: WeightSyncError if it is not whole."""
         self._refuse_if_broken()
+        with self._dropping():
+            if self._update is None:
+                raise WeightSyncError("there is no update to finish")
+            self._update.wait_whole()
+        update, self._update = self._update, None
+        self._broken = f"the reload of version {update.manifest.version} did not finish"
+        update.commit()
+        self._broken = ""
+        self._run_id, self._version = update.manifest.run_id, update.manifest.version
+        self._last = update.report()
+        self._digest = update.digest
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Whatever is wrong with an update before it is in place, note the tensor and forget the update."""
+        try:
+            yield
+        except BaseException as error:
+            self._mismatched = error.tensor if isinstance(error, WeightMismatch) else ""
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Forget an update that is not whole, and its shadow: which of its layers are loaded is not worth knowing."""
+        if self._update is not None:
+            self._update.abandon()
+            self._update = self._shadow = None
 
     def report(self) -> dict[str, Any]:
         """Return what this worker holds, and of the last update what it read and how long each part took.
@@ -140,22 +175,13 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         }
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Let go of what is under way."""
+        self._drop()
+        self._executor.shutdown()
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
             raise WeightSyncError(f"{self._broken}: restart the engine")
-
-
-def _tensors(version: Version) -> Iterator[tuple[str, torch.Tensor]]:
-    for entry in version.manifest.tensors:
-        yield entry.name, _tensor(version.data(entry), entry)
-
-
-def _tensor(data: memoryview, entry: TensorEntry) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # the loader only reads it
-        return torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 class WorkerReport:

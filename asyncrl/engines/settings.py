@@ -119,6 +119,9 @@ class EngineSettings:
     """Tokens of one event of a stream. A server that dies takes up to so many of every running request with it: those
     are sampled again elsewhere. Each event costs the server and the orchestrator time."""
     kv_on_sync: KVOnSync = KVOnSync.KEEP
+    staged_sync: bool = True
+    """Load new weights beside those that run, and exchange the two at once: generation stands still for milliseconds,
+    and the engine holds its weights twice. On a CPU with `enforce_eager` only; others load in place, while paused."""
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     """From a request's start in the engine to its last token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import trio
@@ -34,9 +34,16 @@ class SyncedServer(Protocol):
         """Return the JSON that a control route answers. Raises: WeightSyncError."""
         ...
 
+    def hold_requests(self) -> None:
+        """Send no new request until the sync is over."""
+        ...
+
     def withdraw_unbegun(self) -> None:
         """Take back the requests that have not begun: they would begin under other weights than their salt names."""
         ...
+
+
+_PIECE_BYTES = 16 * 2**20  # some 20 ms of loading on one core: less than a decode step of a batch
 
 
 class Sync:
@@ -48,15 +55,17 @@ class Sync:
         self._seconds: dict[str, float] = {}
         self._stall_s = 0.0
         self._reports: Sequence[Mapping[str, Any]] = ()
+        self._num_bytes = self._next_bytes = 0
 
     async def run(self) -> None:
         """Go through the phases. Raises: WeightSyncError naming engine, phase and how much had been loaded."""
         engine, version = self._engine, str(self.manifest.version)
+        await self._phase("start", "/start_weight_update")
+        await self._send()
         mode = "wait" if engine.kv_on_sync is KVOnSync.FINISH else "keep"
+        engine.hold_requests()
         await self._phase("pause", "/pause", params={"mode": mode, "clear_cache": "false"})
         paused = trio.current_time()
-        await self._phase("start", "/start_weight_update")
-        await self._phase("update", "/update_weights", {"update_info": {"manifest": manifest_to_json(self.manifest)}})
         await self._phase("finish", "/finish_weight_update", {"weight_version": version})
         self._check(await self._phase("report", "/collective_rpc", {"method": "asyncrl_weight_report"}))
         if engine.kv_on_sync is KVOnSync.RECOMPUTE:
@@ -64,6 +73,19 @@ class Sync:
         engine.withdraw_unbegun()
         await self._phase("resume", "/resume")
         self._stall_s = trio.current_time() - paused
+
+    async def _send(self) -> None:
+        """Have the version verified and loaded beside the running weights, a piece at a time, while tokens come.
+
+        Each answer says that the piece before is done.
+        """
+        update: dict[str, Any] = {"manifest": manifest_to_json(self.manifest), "num_tensors": 0}
+        await self._phase("update", "/update_weights", {"update_info": update})
+        for end, num_bytes in _pieces(self.manifest):
+            await self._phase("update", "/update_weights", {"update_info": {"num_tensors": end}})
+            self._num_bytes, self._next_bytes = self._next_bytes, num_bytes
+        await self._phase("update", "/update_weights", {"update_info": {"num_tensors": end}})
+        self._num_bytes = num_bytes
 
     async def _phase(
         self, phase: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
@@ -83,7 +105,7 @@ class Sync:
             if phase == "update" and (tensor := await self._mismatched()):
                 raise WeightMismatch(words, tensor=tensor) from error
             raise WeightSyncError(words) from error
-        self._seconds[phase] = trio.current_time() - started
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + trio.current_time() - started
         return answer
 
     async def _mismatched(self) -> str:
@@ -98,10 +120,8 @@ class Sync:
 
     def _loaded(self, phase: str) -> str:
         """Return in words how much of the version is in the engine when `phase` fails."""
-        num_bytes = self.manifest.num_bytes
-        if "update" in self._seconds:
-            return f"{num_bytes} of {num_bytes} bytes loaded"
-        return f"{'not known how many' if phase == 'update' else '0'} of {num_bytes} bytes loaded"
+        more = "at least " if phase == "update" else ""
+        return f"{more}{self._num_bytes} of {self.manifest.num_bytes} bytes loaded"
 
     def _check(self, answer: Any) -> None:
         """Compare what every rank of the engine computed itself with the manifest."""
@@ -123,3 +143,13 @@ class Sync:
             encoding="full" if any(report["encoding"] == "full" for report in self._reports) else "delta",
             chain_break=next((report["chain_break"] for report in self._reports if report["chain_break"]), ""),
         )
+
+
+def _pieces(manifest: WeightManifest) -> Iterator[tuple[int, int]]:
+    """Yield (tensors, bytes) from the manifest's start to the end of each piece."""
+    total = before = 0
+    for count, entry in enumerate(manifest.tensors, 1):
+        total += entry.num_bytes
+        if total - before >= _PIECE_BYTES or count == len(manifest.tensors):
+            yield count, total
+            before = total

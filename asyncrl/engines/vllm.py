@@ -187,9 +187,10 @@ class VLLMEngine:
     async def _attach(self) -> None:
         needs = "VLLM_SERVER_DEV_MODE=1 in its environment"
         await self._need("/resume", {}, needs)  # a run that was killed in a sync leaves it paused
+        await self._abandon_update()  # or in the middle of an update
         await self._need("/update_weight_version", {"new_version": str(self.version)}, needs)
         needs = '--weight-transfer-config \'{"backend": "asyncrl"}\' and asyncrl installed beside vLLM'
-        init = {"init_info": {"run_id": self._run_id, "version": self.version}}
+        init = {"init_info": {"run_id": self._run_id, "version": self.version, "staged": self._settings.staged_sync}}
         await self._need("/init_weight_transfer_engine", init, needs)
         needs = "--worker-extension-cls asyncrl.weight_sync.vllm_engine.WorkerReport"
         await self._need("/collective_rpc", {"method": "asyncrl_weight_report"}, needs)
@@ -338,13 +339,13 @@ class VLLMEngine:
     async def pull(self, manifest: WeightManifest) -> SyncReport:
         """Bring the server to the manifest's version, in the middle of its requests, and return what that took.
 
-        The server is paused, loads the version if everything about it is right, labels it, says what it holds, and
-        goes on. After a failure it goes on with what it held before; if it cannot be known to hold that, it stays
-        paused, its requests fail, and it is out of service (`broken`) until a later pull succeeds.
+        The server loads the version beside the weights that run, if everything about it is right. Then it is paused,
+        exchanges the two, labels the version, says what it holds, and goes on. After a failure it goes on with what it
+        held before; if it cannot be known to hold that, it stays paused, its requests fail, and it is out of service
+        (`broken`) until a later pull succeeds.
         Raises: WeightSyncError naming engine, phase and, where one is to blame, the tensor.
         """
         async with self._pulling:
-            self._open = trio.Event()
             sync = Sync(self, manifest)
             try:
                 async with self._restoring(sync):
@@ -364,6 +365,7 @@ class VLLMEngine:
             grace_s = min(_RECOVERY_S, self._settings.sync_timeout_s)
             held: set[PolicyVersion | None] = set()
             with trio.move_on_after(grace_s, shield=True):
+                await self._abandon_update()
                 held = _held(await self._reports())
                 if held == {self.version} and await self._answers("/resume"):
                     raise
@@ -381,9 +383,13 @@ class VLLMEngine:
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
 
-    async def _answers(self, path: str) -> bool:
+    async def _abandon_update(self) -> None:
+        """End an update that is under way in the server; it answers with an error, whether there is one or not."""
+        await self._answers("/update_weights", {"update_info": {"abandon": True}})
+
+    async def _answers(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
         try:
-            return (await self._client.post(path, headers=_ONCE)).status_code == 200
+            return (await self._client.post(path, json=body, headers=_ONCE)).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -392,6 +398,10 @@ class VLLMEngine:
         for request in self._sent:
             request.failure = f"{self.name} is out of service: {reason}"
             request.scope.cancel()
+
+    def hold_requests(self) -> None:
+        """Send no new request until the sync is over."""
+        self._open = trio.Event()
 
     def withdraw_unbegun(self) -> None:
         """Take back the requests that have not begun: they would begin under other weights than their salt names."""

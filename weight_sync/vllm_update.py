@@ -1,0 +1,127 @@
+"""One version on its way into the model of one vLLM worker. Runs inside vLLM's worker processes.
+
+The work is done on a thread beside the model's, a piece for each call from outside, and each call waits for the piece
+before. vLLM runs such calls between two decode steps, so while it decodes the pieces are paced by its steps and hardly
+hold any up, and nobody has to ask over and over whether the work is done. (A thread, against this project's habit:
+vLLM's worker has one loop, which belongs to the model, and torch lets go of the interpreter while it packs.)
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import TensorEntry, WeightManifest
+from asyncrl.weight_sync.reader import Reader, Version
+from asyncrl.weight_sync.vllm_loading import load_in_place
+from asyncrl.weight_sync.vllm_staging import Shadow
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Update:
+    """Verifies a version and, where there is a shadow, loads it there; without one the model is loaded at the end."""
+
+    def __init__(
+        self, manifest: WeightManifest, reader: Reader, model: Any, model_config: Any, shadow: Shadow | None
+    ) -> None:
+        self.manifest = manifest
+        self._model, self._model_config, self._shadow = model, model_config, shadow
+        self._reader = reader
+        self._opened = ExitStack()
+        self._version: Version | None = None
+        self._seconds = {"read": 0.0, "load": 0.0}
+        self._work: Future[None] | None = None
+        self._num_loaded = 0
+        self._is_whole = False
+
+    def advance(self, num_tensors: int, executor: Executor) -> None:
+        """Wait for the piece before, and begin the next: up to `num_tensors` of the manifest's tensors.
+
+        The first one verifies the whole version before anything else.
+        Raises: WeightSyncError for whatever was wrong with the piece before.
+        """
+        self._wait()
+        if not self._is_whole:
+            self._work = executor.submit(self._run, num_tensors)
+
+    def wait_whole(self) -> None:
+        """Wait for the last piece. Raises: WeightSyncError for what was wrong with it, or where it is not the last."""
+        self._wait()
+        if not self._is_whole:
+            found = f"{self._num_loaded} of {len(self.manifest.tensors)} tensors"
+            raise WeightSyncError(f"{found} of version {self.manifest.version} are here")
+
+    def commit(self) -> None:
+        """Put the whole version in place; the model must not be running."""
+        started = time.perf_counter()
+        if self._shadow is not None:
+            self._shadow.exchange()
+        else:
+            load_in_place(self._model, self._model_config, self._tensors(self.manifest.tensors))
+        self._seconds["commit"] = time.perf_counter() - started
+        self._opened.close()
+
+    @property
+    def digest(self) -> str:
+        """Of the version's bytes, as computed here."""
+        assert self._version is not None
+        return self._version.digest
+
+    def report(self) -> dict[str, Any]:
+        """Return what was read, and how long each part took."""
+        assert self._version is not None
+        return {
+            "encoding": self._version.encoding,
+            "num_bytes": self._version.num_bytes,
+            "chain_break": self._version.chain_break or "",
+            "digests": list(self._version.digests),
+            "seconds": self._seconds,
+        }
+
+    def abandon(self) -> None:
+        """Let go of everything, once the piece under way has ended. What was wrong with it is of no matter any more."""
+        if self._work is not None:
+            self._work.exception()
+        self._opened.close()
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.result()
+
+    def _run(self, num_tensors: int) -> None:
+        started = time.perf_counter()
+        if self._version is None:
+            self._version = self._opened.enter_context(self._reader.open(self.manifest))
+            self._seconds["read"] = time.perf_counter() - started
+            started = time.perf_counter()
+        piece = self.manifest.tensors[self._num_loaded : num_tensors]
+        if self._shadow is not None and piece:
+            if self._num_loaded == 0:
+                self._shadow.begin()
+            self._shadow.load(self._tensors(piece))
+        self._num_loaded += len(piece)
+        if self._num_loaded == len(self.manifest.tensors):
+            if self._shadow is not None:
+                self._shadow.seal()
+            self._is_whole = True
+        self._seconds["load"] += time.perf_counter() - started
+
+    def _tensors(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._version is not None
+        for entry in entries:
+            yield entry.name, _tensor(self._version.data(entry), entry)
+
+
+def _tensor(data: memoryview, entry: TensorEntry) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # the loader only reads it
+        return torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).reshape(entry.shape)
