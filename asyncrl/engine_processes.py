@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -39,6 +39,10 @@ class NoEngines:
     ) -> Completion:
         """Raise EngineError: nobody may ask."""
         raise EngineError("this run was started without an engine, and something was sampled")
+
+    async def make_room(self) -> Collection[PolicyVersion]:
+        """Return nothing: nobody reads."""
+        return ()
 
     async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
         """Return no report."""

@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -76,10 +76,10 @@ class LearnerProcess:
         reply: wire.SupervisedLossReply = await self._ask(request, wire.SupervisedLossReply)
         return reply.loss
 
-    async def publish(self) -> WeightManifest:
+    async def publish(self, *, keep: Collection[PolicyVersion] = ()) -> WeightManifest:
         """See `protocols.Learner`."""
         with trio.move_on_after(self._publish_timeout_s):
-            reply: wire.PublishReply = await self._ask(wire.PublishRequest(), wire.PublishReply)
+            reply: wire.PublishReply = await self._ask(wire.PublishRequest(keep=[*keep]), wire.PublishReply)
             return reply.manifest
         raise LearnerError(
             f"the learner has not published its weights in {self._publish_timeout_s:g} s "

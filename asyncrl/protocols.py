@@ -392,8 +392,11 @@ class Learner(Protocol):
         """Return the mean of -logp over the segments' masked tokens, in nats; nothing is learned."""
         ...
 
-    async def publish(self) -> WeightManifest:
-        """Make the present weights available to the engines. Raises: LearnerError."""
+    async def publish(self, *, keep: Collection[PolicyVersion] = ()) -> WeightManifest:
+        """Make the present weights available to the engines, in place of the oldest version that is not in `keep`.
+
+        Raises: LearnerError.
+        """
         ...
 
     async def save(self, directory: str) -> Mapping[str, int]:
@@ -425,18 +428,35 @@ class SyncReport:
 
 
 class WeightPuller(Protocol):
-    """The engines' side of weight sync."""
+    """The engines' side of weight sync. Engines may be several versions behind the newest one, and skip what is old."""
+
+    async def make_room(self) -> Collection[PolicyVersion]:
+        """Let no engine begin to read a version before the next `pull_all`; return those that are being read, once that
+        is one at most: any other may be replaced.
+
+        Raises: WeightSyncError naming who reads what, when that takes too long.
+        """
+        ...
 
     async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
-        """Bring every engine to the manifest's version, all at once. Raises: WeightSyncError."""
+        """Return once every engine holds the manifest's version or a later one, with a report of each engine's pull.
+
+        It may be called while an earlier call waits: each engine goes from what it holds to the newest, by itself.
+        Raises: WeightSyncError.
+        """
         ...
 
 
 class WeightPublisher(Protocol):
     """The learner's half of a transport: makes a version of the weights available."""
 
-    def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> WeightManifest:
-        """Make `tensors` (name -> torch.Tensor, in the engine's dtype) available and return the manifest."""
+    def publish(
+        self, tensors: Mapping[str, Any], version: PolicyVersion, *, keep: Collection[PolicyVersion] = ()
+    ) -> WeightManifest:
+        """Make `tensors` (name -> torch.Tensor, in the engine's dtype) available and return the manifest.
+
+        What was published before may go, but for what is in `keep`: it is being read.
+        """
         ...
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,12 @@ class FakeEngine:
         """While False its digests disagree with the manifest's."""
         self.tokens_sampled = 0
         """Of completions that were returned."""
+        self.pulled: list[PolicyVersion] = []
+        """Versions that it took, in order."""
+        self.sync_s: Callable[[PolicyVersion], float] = lambda version: rates.sync_s
+        """How long the pull of a version takes."""
+        self._newest = self._holds = version
+        self._pulling = trio.Lock()
 
     async def sample(
         self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
@@ -99,15 +105,26 @@ class FakeEngine:
             engine="fake",
         )
 
+    async def make_room(self) -> Collection[PolicyVersion]:
+        """Return what is being read: there is one engine, so that a version may always be replaced."""
+        await trio.lowlevel.checkpoint()
+        return [self._newest] if self._pulling.locked() else []
+
     async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
-        """Take the manifest's version after the sync time."""
-        await trio.sleep(self._rates.sync_s)
-        if not self.keeps_weights:
-            self.version = manifest.version
+        """Take the newest version after its sync time, unless it was taken for an earlier call."""
+        self._newest = manifest.version
+        async with self._pulling:
+            if self._holds < manifest.version:
+                newest = self._newest
+                await trio.sleep(self.sync_s(newest))
+                self._holds = newest
+                self.pulled.append(newest)
+                if not self.keeps_weights:
+                    self.version = newest
         return [
             SyncReport(
                 engine="fake",
-                version=manifest.version,
+                version=self._holds,
                 verified=self.verifies,
                 num_bytes=manifest.num_bytes,
                 seconds={"update": self._rates.sync_s},
@@ -162,7 +179,7 @@ class FakeLearner:
         await trio.lowlevel.checkpoint()
         return 5.0 / (1 + self.version)
 
-    async def publish(self) -> WeightManifest:
+    async def publish(self, *, keep: Collection[PolicyVersion] = ()) -> WeightManifest:
         """Return a manifest of one small tensor."""
         digest = f"{zlib.crc32(json.dumps([self.version, self.weights]).encode()):08x}"
         entry = TensorEntry(name="weight", dtype="BF16", shape=(2,), offset=0, num_bytes=4, digest=digest)

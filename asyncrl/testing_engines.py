@@ -60,6 +60,8 @@ class FakeServer:
         """While True nothing that it is asked ever ends, and it does not die of it."""
         self.readable: Callable[[WeightManifest], bool] = lambda manifest: True
         """Whether a version's file is still there."""
+        self.pull_s = rates.sync_s
+        """How long a pull takes."""
         self.starts: list[tuple[int, bool]] = []
         """How it was started: (times before, whether weights had been published)."""
         self.pulled: list[PolicyVersion] = []
@@ -220,7 +222,7 @@ class FakeServer:
             self._open = trio.Event()
             try:
                 with trio.move_on_after(_PHASE_S) as patience:
-                    await self._pass(self._rates.sync_s)
+                    await self._pass(self.pull_s)
                 if patience.cancelled_caught:
                     raise EngineError(f"no answer in {_PHASE_S:g} s")
                 if not self.readable(manifest):
@@ -240,8 +242,8 @@ class FakeServer:
             version=manifest.version,
             verified=True,
             num_bytes=manifest.num_bytes,
-            seconds={"update": self._rates.sync_s},
-            stall_seconds=self._rates.sync_s,
+            seconds={"update": self.pull_s},
+            stall_seconds=self.pull_s,
         )
 
     def withdraw(self, reason: str) -> None:

@@ -67,7 +67,7 @@ class Queue(Protocol):
     """What has a queue of its own: the engines, the sandboxes."""
 
     def statistics(self) -> Any:
-        """Return counts that have `waiting`, and `running` or `open`; `absent`, if there, says who is missing."""
+        """Return counts that have `waiting`, and `running` or `open`; `absent`, if there, says who is not ready."""
         ...
 
 

@@ -68,6 +68,9 @@ class StepReply(Message, frozen=True, kw_only=True):
 class PublishRequest(Message, frozen=True, kw_only=True):
     """Make the present weights available to the engines."""
 
+    keep: list[PolicyVersion] = []
+    """Versions that are being read."""
+
 
 class PublishReply(Message, frozen=True, kw_only=True):
     """Where they are."""

@@ -185,6 +185,21 @@ def test_two_versions_and_their_deltas_are_kept_and_nothing_after_close(transpor
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_version_that_is_being_read_is_kept_and_the_other_one_goes(transport: Any, tmp_path: Path) -> None:
+    """Kills: removing the older of two, whoever reads it; a third version on the disk."""
+    with transport(run_id="run", directory=tmp_path) as publisher:
+        read = publisher.publish(some_weights(1), 1)
+        for version in (2, 3, 4):
+            publisher.publish(some_weights(version), version, keep=[1])
+            kept = {path.name for path in tmp_path.glob("*.weights")}
+            assert kept == {"asyncrl-run-1.weights", f"asyncrl-run-{version}.weights"}
+        read_back(read)
+        publisher.publish(some_weights(5), 5, keep=[4])
+        assert {path.name for path in tmp_path.glob("*.weights")} == {"asyncrl-run-4.weights", "asyncrl-run-5.weights"}
+        with pytest.raises(WeightSyncError, match=r"versions 4, 5 are both being read: none may be removed"):
+            publisher.publish(some_weights(6), 6, keep=[4, 5])
+
+
 def test_an_engine_that_still_reads_a_removed_version_reads_it_whole(transport: Any, tmp_path: Path) -> None:
     with transport(run_id="run", directory=tmp_path) as publisher:
         manifest = publisher.publish(some_weights(), 1)

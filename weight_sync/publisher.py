@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -84,9 +84,12 @@ class FilePublisher:
     def _lock_path(self) -> Path:
         return self.directory / f"{PREFIX}{self.run_id}{LOCK_SUFFIX}"
 
-    def publish(self, tensors: Mapping[str, Any], version: PolicyVersion) -> WeightManifest:
+    def publish(
+        self, tensors: Mapping[str, Any], version: PolicyVersion, *, keep: Collection[PolicyVersion] = ()
+    ) -> WeightManifest:
         """Write `tensors` (name -> torch.Tensor, in the engine's dtype) and return the manifest.
 
+        Of what was published before one version stays: the one in `keep`, which is being read, or else the last.
         One copy of the weights is made, in the file; a tensor that is not contiguous or not in host memory is copied
         on its own first, and one that is sharded is gathered on its own.
         Raises: WeightSyncError if the version does not grow, a dtype cannot be sent, or there is no room.
@@ -96,8 +99,13 @@ class FilePublisher:
         if self._published and version <= self._published[-1].version:
             raise WeightSyncError(f"version {version} was published after version {self._published[-1].version}")
         entries = layout((name, _dtype_name(name, t), tuple(t.shape)) for name, t in tensors.items())
-        while len(self._published) > 1:
-            _remove(Path(self._published.pop(0).location))
+        spare = [manifest for manifest in self._published if manifest.version not in keep]
+        if len(self._published) > 1 and not spare:
+            both = ", ".join(str(manifest.version) for manifest in self._published)
+            raise WeightSyncError(f"versions {both} are both being read: none may be removed for version {version}")
+        for manifest in spare[: len(self._published) - 1]:
+            self._published.remove(manifest)
+            _remove(Path(manifest.location))
         path = self.directory / f"{PREFIX}{self.run_id}-{version}{WEIGHTS_SUFFIX}"
         with _nothing_left(path):
             entries = write_weight_file(

@@ -60,6 +60,8 @@ class EngineStatistics:
     """Why it is not serving, in words."""
     restarts: int = 0
     """How often its server was started again."""
+    reading: PolicyVersion | None = None
+    """The version that it is being brought to, if any."""
 
 
 class Engine(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -56,12 +56,13 @@ class PoolStatistics:
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """Who is not in service, since when and why: a line each."""
+        """Who is not in service, since when and why, and who is on its way to new weights: a line each."""
         return tuple(
             f"{engine.name}: {engine.health} for {engine.health_seconds:.0f} s"
             + f", {engine.reason}" * bool(engine.reason)
+            + f", holds version {engine.version} and pulls {engine.reading}" * (engine.reading is not None)
             for engine in self.engines
-            if engine.health is not Health.SERVING
+            if engine.health is not Health.SERVING or engine.reading is not None
         )
 
     @property
@@ -156,35 +157,53 @@ class EnginePool:
         self._requests_moved += 1
         self._tokens_carried += len(draft.token_ids)
 
-    async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
-        """Bring every engine in service to the manifest's version, all at once; one that fails is sent it once more.
+    async def make_room(self) -> Collection[PolicyVersion]:
+        """See `protocols.WeightPuller`. It takes too long after `outage_timeout_s`."""
+        self._roster.hold_back()
+        with trio.move_on_after(self._settings.outage_timeout_s):
+            while len({*self._roster.reading.values()}) > 1:
+                await self._roster.wait_changed()
+            return {*self._roster.reading.values()}
+        reading = ", ".join(f"{name} version {version}" for name, version in self._roster.reading.items())
+        raise WeightSyncError(
+            f"no room for another version in {self._settings.outage_timeout_s:g} s ([engine] outage_timeout_s): both "
+            f"that are kept are still being read: {reading}"
+        )
 
+    async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
+        """Bring every engine in service to the manifest's version or a later one; one that fails is sent it once more.
+
+        Engines pull beside each other, and each after the other the calls that it is asked for: what an earlier call
+        brought, a later version included, is not pulled again.
         One that fails twice or dies is taken out of service, and its report is missing. An engine that comes back takes
-        this version first. Waits for one to do so where all have died.
+        the newest version first. Waits for one to do so where all have died.
         Raises: WeightSyncError naming every engine that failed, where none took the version and one refused it, or
         none came back in time.
         """
-        self._roster.newest = manifest
+        self._roster.offer(manifest)
+        version = manifest.version
+        pulled: dict[str, SyncReport] = {}
         failures: list[WeightSyncError] = []
         refusals: list[WeightSyncError] = []
         async with trio.open_nursery() as nursery:
             for member in self._roster.members:
                 if member.health in _ASKED:
-                    nursery.start_soon(self._pull, member, manifest, failures, refusals)
-        while not (reports := self._reports(manifest)):
+                    nursery.start_soon(self._pull, member, version, pulled, failures, refusals)
+        while not (reports := self._reports(version, pulled)):
             said = "; ".join(map(str, [*refusals, *failures]))
             if refusals:
                 raise WeightSyncError(said)
             try:
                 await self._roster.wait_serving()
             except EngineError as error:
-                raise WeightSyncError(f"version {manifest.version} reached no engine: {error}; {said}") from error
+                raise WeightSyncError(f"version {version} reached no engine: {error}; {said}") from error
         return reports
 
     async def _pull(
         self,
         member: Member,
-        manifest: WeightManifest,
+        version: PolicyVersion,
+        pulled: dict[str, SyncReport],
         failures: list[WeightSyncError],
         refusals: list[WeightSyncError],
     ) -> None:
@@ -194,7 +213,10 @@ class EnginePool:
                 return  # it went out of service a moment ago, and will take this version before it comes back
             for _ in range(2):
                 try:
-                    await member.pull(manifest)
+                    if not member.holds_at_least(version):
+                        await self._roster.pull(member)
+                    assert member.report is not None
+                    pulled[member.name] = member.report  # now: it is replaced by that of the next version
                     return
                 except WeightSyncError as error:
                     failure = error
@@ -205,8 +227,10 @@ class EnginePool:
             if member.health in _ASKED:  # else its end has been seen, which says more
                 self._roster.take_out(member, str(failure))
 
-    def _reports(self, manifest: WeightManifest) -> list[SyncReport]:
-        return [m.report for m in self._roster.members if m.holds is manifest and m.report is not None]
+    def _reports(self, version: PolicyVersion, pulled: Mapping[str, SyncReport]) -> list[SyncReport]:
+        """Return the report of every engine that holds the version, those that came back with it included."""
+        holding = (member for member in self._roster.members if member.holds_at_least(version))
+        return [report for m in holding if (report := pulled.get(m.name, m.report)) is not None]
 
     async def aclose(self) -> None:
         """Close the connections; the servers go on."""

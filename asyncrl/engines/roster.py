@@ -10,7 +10,7 @@ import trio
 from asyncrl.engines.engine import Engine, EngineStatistics, Health
 from asyncrl.errors import EngineError
 from asyncrl.protocols import SyncReport
-from asyncrl.types import WeightManifest
+from asyncrl.types import PolicyVersion, WeightManifest
 
 
 class Member:
@@ -30,6 +30,8 @@ class Member:
         """The last version that it is known to hold whole; None until it has pulled one."""
         self.report: SyncReport | None = None
         """Of that pull."""
+        self.reading: PolicyVersion | None = None
+        """The version whose files it may be reading now."""
         self.changing = trio.Lock()
         """Held by who brings it into service, or weights into it."""
         self.unsettled = trio.Event()
@@ -45,10 +47,9 @@ class Member:
         """True where one more request would run at once."""
         return self.health is Health.SERVING and self.places_taken < self.engine.capacity
 
-    async def pull(self, manifest: WeightManifest) -> None:
-        """Bring the engine to a version. Raises: WeightSyncError."""
-        self.report = await self.engine.pull(manifest)
-        self.holds = manifest
+    def holds_at_least(self, version: PolicyVersion) -> bool:
+        """True where it is known to hold a version, or a later one."""
+        return self.holds is not None and self.holds.version >= version
 
     def statistics(self) -> EngineStatistics:
         """Return the engine's counts and its health."""
@@ -58,30 +59,73 @@ class Member:
             health_seconds=trio.current_time() - self.since,
             reason=self.reason,
             restarts=self.restarts,
+            reading=self.reading,
         )
 
 
 class Roster:
-    """The members of a pool. An engine serves only while it holds the newest weights."""
+    """The members of a pool. An engine comes into service with the newest weights; it then serves while it goes from
+    what it holds to newer ones.
+    """
 
     def __init__(self, engines: Sequence[Engine], *, outage_timeout_s: float) -> None:
         self.members = tuple(Member(engine) for engine in engines)
         self.newest: WeightManifest | None = None
-        """What an engine must hold to serve; None while nothing has been published: what it was started with."""
+        """What an engine must hold to come into service; None while nothing has been published: what it was started
+        with.
+        """
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever an engine comes or goes."""
         self._outage_timeout_s = outage_timeout_s
         self._outage_began = trio.current_time()
         self._changed = trio.Event()
+        self._is_held_back = False
 
     @property
     def serving(self) -> list[Member]:
         """Those in service."""
         return [member for member in self.members if member.health is Health.SERVING]
 
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    @property
+    def reading(self) -> dict[str, PolicyVersion]:
+        """By name, the version that an engine is reading."""
+        return {member.name: member.reading for member in self.members if member.reading is not None}
+
+    def hold_back(self) -> None:
+        """Let no engine begin to read a version before the next one is offered: any of them may be replaced by it."""
+        self._is_held_back = True
+
+    def offer(self, manifest: WeightManifest) -> None:
+        """Let engines pull a version, from now on and instead of any before it."""
+        if self.newest is None or manifest.version > self.newest.version:
+            self.newest = manifest
+        self._is_held_back = False
+        self._note_change()
+
+    async def pull(self, member: Member) -> None:
+        """Bring an engine to the newest version, which is waited for where it is about to be replaced.
+
+        Raises: WeightSyncError.
+        """
+        while self._is_held_back:
+            await self.wait_changed()
+        newest = self.newest
+        assert newest is not None
+        member.reading = newest.version
+        try:
+            member.report = await member.engine.pull(newest)
+            member.holds = newest
+        finally:
+            member.reading = None
+            self._note_change()
+
+    # --- health -----------------------------------------------------------------------------------------------
+
     def put_in_service(self, member: Member) -> None:
-        """Let requests go to it."""
-        assert member.holds is self.newest, f"{member.name} does not hold the newest weights"
+        """Let requests go to it. One that was doubted may be on its way to the newest weights."""
+        assert member.holds is self.newest or member.health is Health.DOUBTED, f"{member.name} holds old weights"
         member.unsettled = trio.Event()
         member.has_served = True
         self._set(member, Health.SERVING, "")
@@ -105,12 +149,15 @@ class Roster:
         member.health, member.reason = health, reason
         if was_served and not self.serving:
             self._outage_began = trio.current_time()
-        self._changed.set()
-        self._changed = trio.Event()
+        self._note_change()
         self.on_change()
 
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
     async def wait_changed(self) -> None:
-        """Return when an engine comes or goes."""
+        """Return when an engine comes or goes, a version is offered, or one has been read."""
         await self._changed.wait()
 
     async def wait_serving(self) -> None:

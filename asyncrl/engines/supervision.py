@@ -112,9 +112,8 @@ class Supervisor:
         async with member.changing:
             await member.engine.wait_healthy(timeout_s)
             while (newest := self._roster.newest) is not member.holds:
-                assert newest is not None
                 try:
-                    await member.pull(newest)
+                    await self._roster.pull(member)
                 except WeightSyncError:
                     if self._roster.newest is newest:
                         raise
@@ -129,7 +128,7 @@ class Supervisor:
             sound = await member.engine.check()
             if member.health is not Health.DOUBTED:
                 return
-            if not sound or member.holds is not self._roster.newest:
+            if not sound:
                 self._roster.take_out(member, member.reason)
                 return
             self._roster.put_in_service(member)

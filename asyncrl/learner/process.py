@@ -94,7 +94,8 @@ class Learner:
             case wire.SupervisedLossRequest():
                 return wire.SupervisedLossReply(loss=self._supervised.loss(request.segments))
             case wire.PublishRequest():
-                return wire.PublishReply(manifest=self._publisher.publish(self._weights(), self._stepper.version))
+                version = self._stepper.version
+                return wire.PublishReply(manifest=self._publisher.publish(self._weights(), version, keep=request.keep))
             case wire.SaveRequest():
                 return wire.SaveReply(files=self._save(Path(request.directory)))
             case wire.ShutdownRequest():

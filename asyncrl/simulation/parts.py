@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ class SimulatedEngines:
     def __init__(self, world: World) -> None:
         self._world = world
         self.version: PolicyVersion = 0
+        self._newest = self._holds = self.version
+        self._pulling = trio.Lock()
 
     async def sample(
         self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
@@ -95,19 +97,29 @@ class SimulatedEngines:
             engine="simulated",
         )
 
+    async def make_room(self) -> Collection[PolicyVersion]:
+        """Return what is being read: all engines read the same version, so that another may always be replaced."""
+        await trio.lowlevel.checkpoint()
+        return [self._newest] if self._pulling.locked() else []
+
     async def pull_all(self, manifest: WeightManifest) -> Sequence[SyncReport]:
-        """Take the manifest's version after the sync time."""
+        """Take the newest version after the sync time, unless it was taken for an earlier call."""
         world, rates = self._world, self._world.rates
-        await trio.sleep(rates.sync_s * (_SLOW_SYNC if world.happens("slow_sync") else 1.0))
-        if world.happens("failed_sync"):
-            raise WeightSyncError(f"simulated engine 0, update of version {manifest.version}: refused")
-        if not world.lasts("stale_engine"):
-            self.version = manifest.version
+        self._newest = manifest.version
+        async with self._pulling:
+            if self._holds < manifest.version:
+                newest = self._newest
+                await trio.sleep(rates.sync_s * (_SLOW_SYNC if world.happens("slow_sync") else 1.0))
+                if world.happens("failed_sync"):
+                    raise WeightSyncError(f"simulated engine 0, update of version {newest}: refused")
+                self._holds = newest
+                if not world.lasts("stale_engine"):
+                    self.version = newest
         verified = not world.happens("unverified_sync")
         return [
             SyncReport(
                 engine=f"simulated engine {index}",
-                version=manifest.version,
+                version=self._holds,
                 verified=verified,
                 num_bytes=manifest.num_bytes,
                 seconds={"update": rates.sync_s},
@@ -153,7 +165,7 @@ class SimulatedLearner:
         await trio.lowlevel.checkpoint()
         return 1.0
 
-    async def publish(self) -> WeightManifest:
+    async def publish(self, *, keep: Collection[PolicyVersion] = ()) -> WeightManifest:
         """Return a manifest of one small tensor."""
         version = self._world.learner_version
         entry = TensorEntry(name="weight", dtype="BF16", shape=(2,), offset=0, num_bytes=4, digest=f"{version:08x}")
