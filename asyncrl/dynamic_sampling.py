@@ -37,10 +37,10 @@ def zero_advantage_reason(group: Group) -> str | None:
 
 
 class Replacements:
-    """How many groups have been replaced since the engines' last pull.
+    """How many groups have been replaced since the learner's last step began.
 
-    The engines' version stands still while the learner waits for a step's groups. So at most `limit` groups are
-    replaced before a step, whatever the rewards are; from then on every finished group is kept, and the step comes.
+    At most `limit` groups are replaced before a step, whatever the rewards are; from then on every finished group is
+    kept, and the step comes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -49,7 +49,7 @@ class Replacements:
         self._number = 0
 
     def allow(self, version: PolicyVersion) -> bool:
-        """Return whether one more group may be replaced while the engines hold `version`, and count it if so."""
+        """Return whether one more group may be replaced before the step that begins at `version`; count it if so."""
         if version != self._version:
             self._version, self._number = version, 0
         if self._number == self._limit:

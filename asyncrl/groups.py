@@ -181,14 +181,14 @@ class GroupRollouts:
         """Note a finished group; hand it in, or free its slot, once the journal has it."""
         self._ledger.finish(group)
         self._status.count_group(group)
-        self._status.select(Stage.GENERATED, group.trajectories, self._buffer.version)
+        self._status.select(Stage.GENERATED, group.trajectories, self._status.version)
         self._on_group(group)
         if isinstance(self._environment, LearnsFromGroups):
             self._environment.observe(group.task, group.trajectories)
         reason = self._reason_to_drop(group)
         if reason:
             self._status.groups_dropped[reason] += 1
-            self._status.select(Stage.DROPPED, group.trajectories, self._buffer.version)
+            self._status.select(Stage.DROPPED, group.trajectories, self._status.version)
             self._ledger.drop(group.group_id, reason)
             record = GroupDropped(reason=reason, redrawn=False)
             self._journal.append_nowait(Kind.GROUP_DROPPED, record, group_id=group.group_id)
@@ -227,7 +227,7 @@ class GroupRollouts:
         """Tell whether a group without an advantage is dropped; not where no other could take its place."""
         if not self._settings.replace_zero_advantage or self.tasks_ended:
             return False
-        return self._replacements.allow(self._buffer.version)
+        return self._replacements.allow(self._buffer.next_step)
 
     def _count_failed(self, group: Group, reason: str) -> None:
         """Count a group that has failed, and end the run when that goes on."""

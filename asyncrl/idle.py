@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -25,7 +25,7 @@ LEARNER_CAUSES: Mapping[str, str] = MappingProxyType(
 ENGINE_CAUSES: Mapping[str, str] = MappingProxyType(
     {
         "no_slot": "no group runs, and the gate lets none in",
-        "sync": "paused for new weights",
+        "sync": "paused for new weights, or waiting for them while no group runs",
         "no_requests": "no running episode asks for tokens, or there are no more tasks",
     }
 )
@@ -87,9 +87,12 @@ class LearnerIdle(IdleClock):
         """Note what the learner's side does from now on."""
         self._note(None, _CAUSE_OF_PHASE.get(phase))
 
-    def wait_for(self, straggler: int | None) -> None:
-        """Note who is waited for from now on, in a wait for groups; None is anybody."""
-        self._note(straggler, "groups" if straggler is None else "straggler")
+    def wait_for(self, straggler: int | None, *, for_pull: bool = False) -> None:
+        """Note who is waited for from now on, in a wait for groups; None is anybody, unless only a pull helps."""
+        if for_pull:
+            self._note(None, "sync")
+        else:
+            self._note(straggler, "groups" if straggler is None else "straggler")
 
     def _note(self, straggler: int | None, cause: str | None) -> None:
         self.switch(cause)
@@ -154,22 +157,35 @@ class EngineIdle(IdleClock):
             self.update()
 
     @contextmanager
-    def sync(self) -> Iterator[None]:
-        """Count nothing while inside: the engines themselves tell how long they were paused (`add`)."""
+    def sync(self) -> Iterator[Callable[[float], None]]:
+        """Note that weights are on their way while inside; what is yielded is told how long the engines were paused.
+
+        Of that, only what was no idle time without requests is added.
+        """
         self._num_syncs += 1
         self.update()
+        before = sum(self._seconds.values())
+
+        def add_stall(seconds: float) -> None:
+            self.flush()
+            self.add("sync", max(0.0, seconds - (sum(self._seconds.values()) - before)))
+
         try:
-            yield
+            yield add_stall
         finally:
             self._num_syncs -= 1
             self.update()
 
     def update(self) -> None:
         """Note why the engines are idle from now on, if they are."""
-        if self._num_requests or self._num_syncs:
+        if self._num_requests:
             self.switch(None)
+        elif self._num_syncs and not self._num_groups:
+            self.switch("sync")
+        elif self._num_at_gate and not self._num_groups:
+            self.switch("no_slot")
         else:
-            self.switch("no_slot" if self._num_at_gate and not self._num_groups else "no_requests")
+            self.switch("no_requests")
 
 
 class _WatchedRequests:

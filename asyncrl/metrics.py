@@ -53,6 +53,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[RunStatus], float]], ...] = (
         "Time in which weight syncs kept the engines from producing tokens.",
         lambda s: s.generation_stall_seconds,
     ),
+    (
+        "asyncrl_weight_versions_superseded",
+        "Published versions that no engine pulled: a newer one came first.",
+        lambda s: s.versions_superseded,
+    ),
     ("asyncrl_requests_moved", "Requests that another engine went on with.", lambda s: s.requests_moved),
     ("asyncrl_tokens_carried", "Tokens that moved requests had already.", lambda s: s.tokens_carried),
 )
@@ -88,7 +93,8 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("learning_rate", "asyncrl_learning_rate", "Of the step."),
     ("tokens_per_second", "asyncrl_learner_tokens_per_second", "Tokens that the learner forwards and backwards."),
     ("step_seconds", "asyncrl_step_seconds", "Of the last optimizer step."),
-    ("sync_seconds", "asyncrl_sync_seconds", "Of the last weight sync, publishing included."),
+    ("publish_seconds", "asyncrl_publish_seconds", "In which the last publishing of weights kept the learner."),
+    ("versions_ahead", "asyncrl_versions_ahead", "Versions that the engines were behind after the last step."),
     ("truncated_share", "asyncrl_truncated_ratio", "Share of episodes with a completion cut at the token limit."),
     ("turns_mean", "asyncrl_turns", "Mean turns of an episode."),
 )
@@ -98,7 +104,23 @@ _WARM_START_GAUGES: tuple[tuple[str, str, str], ...] = (
     ("held_out_loss", "asyncrl_warm_start_held_out_loss_nats", "Held-out demonstrations' loss, where just measured."),
 )
 
-PHASES = ("starting", "evaluating", "warm start", "waiting for groups", "stepping", "syncing", "saving", "finished")
+_SYNC_GAUGES: tuple[tuple[str, str, str], ...] = (
+    ("seconds", "asyncrl_sync_seconds", "Of the last weight sync, from the end of its step, publishing included."),
+    ("stall_seconds", "asyncrl_sync_stall_seconds", "In which the last weight sync paused an engine, at most."),
+    ("bytes", "asyncrl_sync_bytes", "That the last weight sync moved, into all engines."),
+)
+
+PHASES = (
+    "starting",
+    "evaluating",
+    "warm start",
+    "waiting for groups",
+    "stepping",
+    "syncing",
+    "publishing",
+    "saving",
+    "finished",
+)
 """What the learner's side may be doing; `asyncrl_phase` is 1 for the present one."""
 
 
@@ -122,6 +144,9 @@ class RunCollector(Collector):
         for key, name, help_text in _WARM_START_GAUGES:
             if key in status.last_warm_step:
                 yield GaugeMetricFamily(name, help_text, value=status.last_warm_step[key])
+        for key, name, help_text in _SYNC_GAUGES:
+            if key in status.last_sync:
+                yield GaugeMetricFamily(name, help_text, value=status.last_sync[key])
         yield _labelled(
             CounterMetricFamily, "asyncrl_trajectories", "Episodes by how they ended.", "status", status.trajectories
         )

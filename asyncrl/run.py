@@ -4,8 +4,9 @@
 
 Before it goes the warm start, where there is one (`asyncrl.warm_start`): steps on demonstrations, then one sync.
 
-The producing half (`asyncrl.groups`) runs in a nursery here, and the learner's half beside it. This file knows no
-process, file or clock: everything it drives is a `Parts`, real (`asyncrl.processes`) or simulated (`asyncrl.testing`).
+The producing half (`asyncrl.groups`) and the engines' pulls (`asyncrl.syncing`) run in nurseries here, and the
+learner's half beside them: a step begins as soon as its groups are there. This file knows no process, file or clock:
+everything it drives is a `Parts`, real (`asyncrl.processes`) or simulated (`asyncrl.testing`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import Any, Protocol
 
 import trio
 
-from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger, Stage
+from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger, Stage, Wait
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
-from asyncrl.errors import StalenessError, WeightSyncError
+from asyncrl.errors import StalenessError
 from asyncrl.evaluation import evaluate, is_solved
 from asyncrl.groups import GroupRollouts
 from asyncrl.idle import EngineIdle, LearnerIdle
-from asyncrl.protocols import Environment, Learner, Sampler, StepResult, SyncReport, WeightPuller
+from asyncrl.protocols import Environment, Learner, Sampler, StepResult, WeightPuller
 from asyncrl.resume_plan import Resumption, plan_resumption
 from asyncrl.resuming import go_on
 from asyncrl.run_history import RunHistory
 from asyncrl.run_journal import GroupsTrained, Kind, RunJournal
 from asyncrl.sampler import CountingSampler
 from asyncrl.status import EvaluationResult, RunStatus
+from asyncrl.syncing import WeightSyncs
 from asyncrl.types import Group, PolicyVersion
 from asyncrl.waiting import Queue, explain
 from asyncrl.warm_start import WarmStart
@@ -56,7 +58,7 @@ class Recorder(Protocol):
         ...
 
     def step(self, record: Mapping[str, float], result: StepResult) -> None:
-        """Note an optimizer step, after its weights are in the engines."""
+        """Note an optimizer step, once the engines may pull its weights."""
         ...
 
     def warm_step(self, record: Mapping[str, float]) -> None:
@@ -156,6 +158,16 @@ class Run:
             version=version,
             rng=rng,
         )
+        self.syncs = WeightSyncs(
+            parts.learner,
+            parts.engines,
+            buffer=self.buffer,
+            gate=self.gate,
+            journal=self.journal,
+            idle=self.engine_idle,
+            status=status,
+            max_off_policyness=buffer.max_off_policyness,
+        )
         self._rollouts = GroupRollouts(
             parts.environment,
             self._sampler,
@@ -180,19 +192,21 @@ class Run:
         if self._limits.evaluate_before and self.status.version == 0 and not self.status.evaluations:
             await self._evaluate()
         self._started = trio.current_time()
-        if self._warm_start is not None:
-            await self._warm_up(self._warm_start)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._rollouts.run)
-            while not self._is_over():
-                groups = await self._next_groups()
-                if not groups:
-                    break
-                await self._step(groups)
-            nursery.cancel_scope.cancel()
+        async with self.syncs.under_way():
+            if self._warm_start is not None:
+                await self._warm_up(self._warm_start)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._rollouts.run)
+                while not self._is_over():
+                    groups = await self._next_groups()
+                    if not groups:
+                        break
+                    await self._step(groups)
+                nursery.cancel_scope.cancel()
+            if self._saved_version != self.status.version:
+                await self._save()
+            await self._wait_pulled()
         self._seconds = self.seconds
-        if self._saved_version != self.status.version:
-            await self._save()
         if not self._stop.is_set():
             await self._evaluate()
         self.engine_idle.switch(None)
@@ -227,7 +241,8 @@ class Run:
             if every and (warm_start.steps_done % every == 0 or warm_start.is_over):
                 await self._save()
         if warm_start.steps_done > began and not self._stop.is_set():
-            await self._sync()
+            await self._publish()
+            await self._wait_pulled()
         if self._limits.evaluate_before and self.status.steps == 0 and not self._is_over():
             await self._evaluate()
 
@@ -242,9 +257,15 @@ class Run:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_cancel_when, self._stop, patience)
                 nursery.start_soon(self._warn_of_stall)
-                groups = await self.buffer.take(on_wait=self.learner_idle.wait_for)
+                groups = await self.buffer.take(on_wait=self._note_wait)
                 nursery.cancel_scope.cancel()
         return groups
+
+    def _note_wait(self, wait: Wait) -> None:
+        phase = ("syncing", f"version {self.syncs.published}") if wait.for_pull else ("waiting for groups", "")
+        if (self.status.phase, self.status.waiting_for) != phase:
+            self._phase(*phase)
+        self.learner_idle.wait_for(wait.straggler, for_pull=wait.for_pull)
 
     async def _warn_of_stall(self) -> None:
         await trio.sleep(self._limits.stall_seconds)
@@ -267,25 +288,25 @@ class Run:
         )
 
     async def _step(self, groups: Sequence[Group]) -> None:
-        """Train on `groups` and bring the new weights into the engines, which frees the slots of what is used up."""
-        times = {"waited": trio.current_time()}
+        """Train on `groups` and make the new weights available; what is due by then, save and measure."""
+        began = trio.current_time()
         staleness = self._check_staleness(groups)
         fresh = [group.group_id for group in groups if self.buffer.is_first_use(group.group_id)]
         self._phase("stepping")
         result = await self._parts.learner.step(groups)
-        times["stepped"] = trio.current_time()
+        stepped = trio.current_time()
         for group in groups:
             if group.group_id in fresh:
                 self.status.select(Stage.TRAINED, group.trajectories, self.status.version)
         self.status.count_step(result, staleness, num_groups=len(fresh), num_reused=len(groups) - len(fresh))
         self.ledger.train(fresh)
-        reports = await self._sync()
-        times["synced"] = trio.current_time()
+        await self._publish()
         version = self.status.version
         record = GroupsTrained(group_ids=fresh, version=version, weights=self.journal.weights[version])
         self.journal.append_nowait(Kind.GROUPS_TRAINED, record)
         self._rollouts.close(fresh)
-        self._record(groups, result, reports, staleness, len(fresh), times)
+        times = {"step_seconds": stepped - began, "publish_seconds": trio.current_time() - stepped}
+        self._record(groups, result, staleness, len(fresh), times)
         steps, limits = self.status.steps, self._limits
         if limits.checkpoint_every_steps and steps % limits.checkpoint_every_steps == 0:
             await self._save()
@@ -304,37 +325,23 @@ class Run:
                 )
         return max((version - sampled for sampled in oldest.values()), default=0)
 
-    async def _sync(self) -> Sequence[SyncReport]:
-        """Bring the learner's weights into every engine, and free slots.
+    async def _publish(self) -> None:
+        """Let the engines pull the learner's weights; returns while they do."""
+        self._phase("syncing", "room for the next version")
+        keep = await self.syncs.make_room()
+        self._phase("publishing")
+        await self.syncs.publish(keep)
 
-        Raises: WeightSyncError where an engine holds anything else.
-        """
-        self._phase("syncing")
-        manifest = await self._parts.learner.publish()
-        self.journal.note_weights(  # before the pull: tokens of the new version come at once
-            {manifest.version: manifest.digest},
-            forget_before=manifest.version - self._settings.max_off_policyness - 1,
-        )
-        with self.engine_idle.sync():
-            reports = await self._parts.engines.pull_all(manifest)
-        self.engine_idle.add("sync", max((report.stall_seconds for report in reports), default=0.0))
-        self.status.count_sync(reports)
-        for report in reports:
-            if report.version != self.status.version or not report.verified:
-                raise WeightSyncError(
-                    f"engine {report.engine} holds version {report.version} (verified: {report.verified}) after the "
-                    f"sync of version {self.status.version}"
-                )
-        used_up = self.buffer.pulled(self.status.version)
-        self.status.expired_reuse += used_up.num_expired
-        self.gate.release(used_up.group_ids)
-        return reports
+    async def _wait_pulled(self) -> None:
+        """Return when the engines hold what the learner has published."""
+        if self.buffer.version < self.syncs.published:
+            self._phase("syncing", f"version {self.syncs.published}")
+            await self.syncs.wait_pulled()
 
     def _record(
         self,
         groups: Sequence[Group],
         result: StepResult,
-        reports: Sequence[SyncReport],
         staleness: int,
         num_fresh: int,
         times: Mapping[str, float],
@@ -353,10 +360,9 @@ class Run:
             "staleness_max": staleness,
             "groups_reused": len(groups) - num_fresh,
             "tokens_generated": self.status.tokens_generated,
-            "step_seconds": times["stepped"] - times["waited"],
-            "sync_seconds": times["synced"] - times["stepped"],
-            "sync_stall_seconds": max((report.stall_seconds for report in reports), default=0.0),
-            "sync_bytes": sum(report.num_bytes for report in reports),
+            **times,
+            "versions_ahead": self.status.version - self.buffer.version,
+            **self.syncs.lap(),
             **{f"learner_idle_{cause}_seconds": seconds for cause, seconds in self.learner_idle.lap().items()},
             **{f"engine_idle_{cause}_seconds": seconds for cause, seconds in self.engine_idle.lap().items()},
         }
@@ -401,6 +407,7 @@ class Run:
         tasks = self._parts.environment.held_out()
         if not (self._limits.evaluation_samples and tasks):
             return
+        await self._wait_pulled()
         self._phase("evaluating", f"held-out tasks, 0 of {len(tasks)} done")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_when, self._stop, nursery.cancel_scope)

@@ -93,7 +93,7 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupsTrained(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines hold the weights that these groups were trained into."""
+    """These groups were trained into the weights of a version, which the engines may pull from now on."""
 
     group_ids: list[int]
     version: PolicyVersion

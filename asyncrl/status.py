@@ -40,8 +40,8 @@ class RunStatus:
     warm_start: dict[str, float] = field(default_factory=dict)
     """Of the warm start so far: steps, tokens, and the held-out perplexity before and after (where measured)."""
     phase: str = "starting"
-    """What the learner's side does: starting, evaluating, warm start, waiting for groups, stepping, syncing, saving,
-    finished."""
+    """What the learner's side does: starting, evaluating, warm start, waiting for groups, stepping, publishing, syncing
+    (waiting for the engines), saving, finished."""
     waiting_for: str = ""
     """Who is waited for, in words; empty when nobody waits."""
     tokens_generated: int = 0
@@ -62,6 +62,10 @@ class RunStatus:
     """encoding -> bytes that engines read of what the learner published."""
     weight_sync_chain_breaks: Counter[str] = field(default_factory=Counter)
     """reason -> times that an engine read a whole version although deltas are sent."""
+    versions_superseded: int = 0
+    """Published versions that no engine pulled: a newer one came first."""
+    last_sync: Mapping[str, float] = field(default_factory=dict)
+    """Of the last version that reached the engines: seconds from the end of its step, stall_seconds, bytes."""
     generation_stall_seconds: float = 0.0
     learner_idle_seconds: dict[str, float] = field(default_factory=dict)
     """cause -> seconds; the causes are `asyncrl.idle.LEARNER_CAUSES`."""
@@ -180,6 +184,7 @@ _KEPT = (
     "weight_syncs_verified",
     "weight_sync_bytes",
     "weight_sync_chain_breaks",
+    "versions_superseded",
     "generation_stall_seconds",
     "learner_idle_seconds",
     "engine_idle_seconds",

@@ -5,7 +5,7 @@ if __name__ == "buffers":
 
 from asyncrl.buffers.accounting import DISCARDED, LOST, RETRIED, Amount, Ledger, Statement
 from asyncrl.buffers.gate import Gate, GateStatistics
-from asyncrl.buffers.group_buffer import BufferStatistics, GroupBuffer, UsedUp
+from asyncrl.buffers.group_buffer import BufferStatistics, GroupBuffer, UsedUp, Wait
 from asyncrl.buffers.group_commit import GroupCommit
 from asyncrl.buffers.journal import Journal, JournalStatistics, read_journal
 from asyncrl.buffers.journal_format import Damage, DamageKind, Record
@@ -42,6 +42,7 @@ __all__ = [
     "Stage",
     "Statement",
     "UsedUp",
+    "Wait",
     "choose",
     "read_journal",
 ]

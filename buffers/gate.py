@@ -2,7 +2,7 @@
 
 `STALENESS.md` proves what that bounds. A slot is held on behalf of a group, from its admission until the engines have
 pulled the weights that it was trained into, and not merely until it is taken for training: between those two moments
-the engines still sample from weights that are one step older than the learner's.
+the engines still sample from weights that are older than the learner's, by as many steps as they are behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The buffer between rollouts and learner: finished groups wait here, and leave in an order that keeps the bound.
 
-It knows the engines' version, so that every group has a deadline from its admission on; `ordering.choose` decides. A
-group may be used for more than one step; it stays here, and keeps its slot, until it is used up.
+It knows the engines' version, so that every group has a deadline from its admission on, and the learner's, which may be
+several steps ahead; `ordering.choose` decides. A group may be used for more than one step; it stays here, and keeps its
+slot, until it is used up and the engines have pulled what it was trained into.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class BufferStatistics:
     """Admitted groups that are not finished."""
     straggler: int | None
     """The oldest admitted group if it is not finished, else None: what a strict order would wait for."""
+    num_unpulled: int
+    """Groups that were trained on, or are being, and keep their slots until the engines' pull."""
     num_taken: int
     """First uses."""
     num_reusable: int
@@ -45,11 +48,22 @@ class UsedUp:
     """Those of them that were used less often than they might, because once more would break the bound."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """What the next step is waited for."""
+
+    straggler: int | None
+    """The running group that the step cannot do without; None while any would help."""
+    for_pull: bool
+    """No step can come before the engines' pull: too few groups hold the slots that those under way leave."""
+
+
 @dataclass(slots=True)
 class _Entry:
     deadline: PolicyVersion  # the largest version at which a step that uses it may begin
     group: Group | None = None  # None while it runs
     uses: int = 0  # steps that it was taken for
+    trained_into: PolicyVersion = 0  # what the last of them makes
 
 
 class GroupBuffer:
@@ -80,8 +94,8 @@ class GroupBuffer:
         version: PolicyVersion = 0,
         rng: Random | None = None,
     ) -> None:
-        """`max_uses`: steps that may train on a group, as far as the bound allows. `version`: what the engines hold at
-        the start. `rng` draws for the uniform order.
+        """`max_uses`: steps that may train on a group, as far as the bound allows. `version`: what learner and engines
+        hold at the start. `rng` draws for the uniform order.
         """
         assert window is None or window >= 1
         self._groups_per_step = groups_per_step
@@ -90,9 +104,9 @@ class GroupBuffer:
         self._window = window
         self._max_uses = max_uses
         self._rng = rng
-        self._version = version
+        self._version = self._next_step = version
         self._outstanding: dict[int, _Entry] = {}  # admitted and not taken, in order of admission
-        self._training: dict[int, _Entry] = {}  # taken, and not yet pulled
+        self._unpulled: dict[int, _Entry] = {}  # taken, for steps whose weights the engines do not hold yet
         self._reusable: dict[int, _Entry] = {}
         self._changed = trio.Event()
         self._ended = False
@@ -103,6 +117,11 @@ class GroupBuffer:
     def version(self) -> PolicyVersion:
         """The engines' version: what a group that is admitted now is sampled under, or a later one."""
         return self._version
+
+    @property
+    def next_step(self) -> PolicyVersion:
+        """The version at which the next step begins; that of a step under way is one less."""
+        return self._next_step
 
     def admit(self, group_id: int, *, sampled_since: PolicyVersion | None = None) -> None:
         """Note that a group has started. Ids must grow.
@@ -139,53 +158,64 @@ class GroupBuffer:
         self._ended = True
         self._wake()
 
-    async def take(self, *, on_wait: Callable[[int | None], None] | None = None) -> Sequence[Group]:
+    async def take(self, *, on_wait: Callable[[Wait], None] | None = None) -> Sequence[Group]:
         """Wait until a whole step's groups may be taken, and return them in the preferred order, reused ones last.
 
         After `end_admission` it may return fewer, and none when all are used up. Nothing is taken before the step is
         complete, so that a later, preferred group is not missed, and a cancelled call takes none. `on_wait` is told
-        before each wait which running group the step cannot do without, None while any would help.
+        before each wait what is waited for.
         """
-        assert not self._training, "the last step's weights were not pulled"
-        while not self._ended or self._outstanding or self._reusable:
+        while (left := self._num_left()) or not self._ended:
             choice = self._choose()
-            left = len(self._outstanding) + len(self._reusable)
             needed = min(self._groups_per_step, left) if self._ended else self._groups_per_step
             if len(choice.group_ids) == needed:
+                self._next_step += 1
                 return [self._take(group_id) for group_id in choice.group_ids]
             if on_wait:
-                on_wait(choice.straggler)
+                present = len(self._outstanding) + len(self._reusable_now())
+                on_wait(Wait(straggler=choice.straggler, for_pull=bool(self._unpulled) and present < needed))
             await self._changed.wait()
         return []
 
     @property
     def reusable(self) -> Mapping[int, int]:
         """group id -> steps that trained on it, of groups that one more step may use."""
-        trained = {**self._reusable, **self._training}
-        return {
-            group_id: entry.uses
-            for group_id, entry in trained.items()
-            if entry.uses < self._max_uses and self._last_use(entry) >= self._version
-        }
+        trained = {**self._reusable, **self._unpulled}
+        return {group_id: entry.uses for group_id, entry in trained.items() if self._may_be_reused(entry)}
 
     def is_first_use(self, group_id: int) -> bool:
         """Tell whether the step under way is the first to train on one of its groups."""
-        return self._training[group_id].uses == 1
+        return self._unpulled[group_id].uses == 1
 
     def pulled(self, version: PolicyVersion) -> UsedUp:
-        """Note that all engines hold `version`; return the groups whose slots are free now."""
+        """Note that all engines hold `version` or a later one; return the groups whose slots are free now."""
         assert version >= self._version
         self._version = version
+        self._next_step = max(self._next_step, version)  # a warm start has taken steps on no group
         used_up, num_expired = list[int](), 0
-        for group_id, entry in sorted({**self._reusable, **self._training}.items()):
-            if entry.uses < self._max_uses and self._last_use(entry) >= version:
+        there = {i: entry for i, entry in self._unpulled.items() if entry.trained_into <= version}
+        for group_id, entry in sorted({**self._reusable, **there}.items()):
+            self._unpulled.pop(group_id, None)
+            if self._may_be_reused(entry):
                 self._reusable[group_id] = entry
                 continue
             self._reusable.pop(group_id, None)
             num_expired += entry.uses < self._max_uses
             used_up.append(group_id)
-        self._training = {}
+        self._wake()
         return UsedUp(group_ids=used_up, num_expired=num_expired)
+
+    def _num_left(self) -> int:
+        """Return how many groups this step or a later one may train on, those that come back with a pull included."""
+        coming_back = sum(self._may_be_reused(entry) for entry in self._unpulled.values())
+        return len(self._outstanding) + len(self._reusable_now()) + coming_back
+
+    def _may_be_reused(self, entry: _Entry) -> bool:
+        return entry.uses < self._max_uses and self._last_use(entry) >= self._next_step
+
+    def _reusable_now(self) -> dict[int, _Entry]:
+        """Return those that a step which begins now may use again; the others leave with the next pull."""
+        return {group_id: entry for group_id, entry in self._reusable.items() if self._may_be_reused(entry)}
 
     def _last_use(self, entry: _Entry) -> PolicyVersion:
         """Return the largest version at which a step that trains on a finished group once more may begin."""
@@ -198,12 +228,12 @@ class GroupBuffer:
             Candidate(
                 group_id=group_id, deadline=entry.deadline, finished=entry.group is not None, reuse=entry.uses > 0
             )
-            for entries in (self._outstanding, self._reusable)
+            for entries in (self._outstanding, self._reusable_now())
             for group_id, entry in entries.items()
         ]
         return choose(
             candidates,
-            version=self._version,
+            version=self._next_step,
             groups_per_step=self._groups_per_step,
             order=self._order,
             window=self._window,
@@ -216,7 +246,8 @@ class GroupBuffer:
         self._num_taken += entry.uses == 0
         self._num_reused += entry.uses > 0
         entry.uses += 1
-        self._training[group_id] = entry
+        entry.trained_into = self._next_step
+        self._unpulled[group_id] = entry
         return entry.group
 
     def _wake(self) -> None:
@@ -231,6 +262,7 @@ class GroupBuffer:
             num_ready=ready,
             num_running=len(self._outstanding) - ready,
             straggler=oldest if oldest is not None and self._outstanding[oldest].group is None else None,
+            num_unpulled=len(self._unpulled),
             num_taken=self._num_taken,
             num_reusable=len(self._reusable),
             num_reused=self._num_reused,

@@ -545,7 +545,8 @@ def test_the_bound_on_staleness_holds_in_the_whole_loop_while_engines_die(tmp_pa
         return loop.status
 
     status = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    assert status.steps == status.version == status.weight_syncs == status.weight_syncs_verified == 12
+    assert status.steps == status.version == 12
+    assert status.weight_syncs == status.weight_syncs_verified == 12 - status.versions_superseded > 0
     assert status.max_staleness_trained <= bound
     assert status.requests_moved > 0
     assert status.tokens_carried > 0

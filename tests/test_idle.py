@@ -30,17 +30,22 @@ def _by_cause(record: Mapping[str, float], who: str) -> dict[str, float]:
 
 
 def test_an_on_policy_run_spends_each_second_where_it_says(tmp_path: Path) -> None:
-    """A step is 10 s of sampling, 2 s of environment, 5 s of learning and 0.5 s of sync, one after the other."""
+    """A step is 10 s of sampling, 2 s of environment, 5 s of learning and 0.5 s of sync, one after the other.
+
+    A line is written before its step's sync, which is in the next one.
+    """
     buffer = BufferSettings(max_off_policyness=0, groups_per_step=2, group_size=2)
     simulation = Simulation(tmp_path, buffer=buffer, rates=_EXACT, limits=Limits(steps=3))
     simulate(simulation)
-    for record in simulation.recorder.steps:
+    for step, record in enumerate(simulation.recorder.steps):
+        sync = 0.5 if step else 0
         assert _by_cause(record, "learner") == {
-            "straggler": 0, "groups": 12, "sync": 0.5, "evaluation": 0, "saving": 0
+            "straggler": 0, "groups": 12, "sync": sync, "evaluation": 0, "saving": 0
         }  # fmt: skip
-        assert _by_cause(record, "engine") == {"no_slot": 5, "no_requests": 2, "sync": 0.5}
+        assert _by_cause(record, "engine") == {"no_slot": 5, "no_requests": 2, "sync": sync}
         assert "straggler_group" not in record
     assert simulation.status.learner_idle_seconds["groups"] == 36
+    assert simulation.status.learner_idle_seconds["sync"] == simulation.status.engine_idle_seconds["sync"] == 1.5
     assert simulation.status.engine_idle_seconds["no_slot"] == 15
 
 

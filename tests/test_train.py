@@ -189,7 +189,7 @@ def test_a_run_trains_measures_checkpoints_and_goes_on_until_its_tasks_end(
     assert "what the run did" in output
     summary = json.loads(directory.summary.read_text())
     assert summary["steps"] == summary["policy_version"] == 3
-    assert summary["weight_syncs"] == summary["weight_syncs_verified"] == 3
+    assert summary["weight_syncs"] == summary["weight_syncs_verified"] == 3 - summary["versions_superseded"] > 0
     assert summary["max_staleness_trained"] <= 1
     assert 0 < summary["tokens_trained"] <= summary["tokens_generated"]
     assert summary["eval"]["tasks"] == 2
@@ -336,6 +336,7 @@ def test_an_engine_that_is_killed_is_started_again_and_the_run_goes_on_to_its_en
     assert "engine 0 was ended by signal 9; the last lines of" in output
     assert "starting it again, 1 of 1 times" in output
     summary = json.loads(directory.summary.read_text())
-    assert summary["steps"] == summary["weight_syncs"] == summary["weight_syncs_verified"] == 5
+    assert summary["steps"] == 5
+    assert summary["weight_syncs"] == summary["weight_syncs_verified"] == 5 - summary["versions_superseded"] > 0
     assert summary["max_staleness_trained"] <= 1
     assert {*summary["trajectories"]} <= {"completed", "truncated_length", "truncated_turns"}, "none failed of it"

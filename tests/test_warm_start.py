@@ -148,6 +148,9 @@ class Warmed:
             resume_from=checkpoint,
         )
 
+    async def make_room(self) -> Any:
+        return await self.engine.make_room()
+
     async def pull_all(self, manifest: Any) -> Any:
         self.pulled.append(manifest.version)
         return await self.engine.pull_all(manifest)

@@ -109,21 +109,17 @@ def simulate(
 
 
 class _Counting:
-    """A `run.Recorder` that keeps sums only."""
+    """A `run.Recorder` that keeps a sum only."""
 
     def __init__(self) -> None:
         self.trained_tokens = 0.0
-        self.step_seconds = 0.0
-        self.sync_seconds = 0.0
 
     def group(self, group: Group) -> None:
         """Nothing is kept of a group."""
 
     def step(self, record: Mapping[str, float], result: StepResult) -> None:
-        """Add a step's times."""
+        """Add a step's tokens."""
         self.trained_tokens += record["tokens_trained"]
-        self.step_seconds += record["step_seconds"]
-        self.sync_seconds += record["sync_seconds"]
 
     def warm_step(self, record: Mapping[str, float]) -> None:
         """No warm start is simulated."""
@@ -149,6 +145,7 @@ def _forecast(
 ) -> Forecast:
     seconds = max(seconds, 1e-9)
     trained = sum(learner.staleness.values())
+    idle = status.learner_idle_seconds
     in_flight = buffer.num_slots * buffer.group_size
     capacity = world.engines * world.rates.engine_tokens_per_second
     length = world.tokens / max(1, sum(status.trajectories.values()))
@@ -161,8 +158,8 @@ def _forecast(
         staleness_mean=sum(s * n for s, n in learner.staleness.items()) / max(1, trained),
         staleness_max=max(learner.staleness, default=0),
         staleness_groups=dict(sorted(learner.staleness.items())),
-        learner_idle_share=max(0.0, 1.0 - (counting.step_seconds + counting.sync_seconds) / seconds),
-        learner_sync_share=counting.sync_seconds / seconds,
+        learner_idle_share=(idle["groups"] + idle["straggler"]) / seconds,
+        learner_sync_share=idle["sync"] / seconds,
         engine_idle_share=max(0.0, 1.0 - world.tokens / (capacity * seconds)),
         rollouts_in_flight=in_flight,
         buffer_bytes=round(in_flight * length * _BYTES_PER_TOKEN),

@@ -85,15 +85,18 @@ def measured_rates(directory: RunDirectory, *, engines: int = 1) -> SimulationRa
         raise ConfigError(f"{directory.path} holds no steps to measure rates from (metrics.jsonl)")
 
     def middle(name: str) -> float:
+        """Return the median over the steps that have it: a sync that ends beside a later step is in that one's line."""
         return float(median(step[name] for step in steps if name in step))
 
+    rates, synced = SimulationRates(), [step for step in steps if "sync_seconds" in step]
+    if synced:
+        sync_s = middle("sync_seconds")
+        rates = replace(rates, sync_s=sync_s, sync_stall_s=min(sync_s, middle("sync_stall_seconds")))
     return replace(
-        SimulationRates(),
+        rates,
         engine_tokens_per_second=max(1.0, max(s.get("generated_tokens_per_second", 0.0) for s in steps) / engines),
         completion_tokens=max(1.0, middle("completion_tokens_mean")),
         solve_share=min(1.0, max(0.0, fmean(step["solve_rate"] for step in steps))),
         learner_tokens_per_second=max(1.0, middle("tokens_trained") / max(1e-9, middle("step_seconds"))),
         step_overhead_s=0.0,
-        sync_s=middle("sync_seconds"),
-        sync_stall_s=min(middle("sync_seconds"), middle("sync_stall_seconds")),
     )
