@@ -209,6 +209,7 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStatistics], float]], ...]
 )
 
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStatistics], float]], ...] = (
+    ("asyncrl_engine_quarantines", "Times that it took other weights than were sent.", lambda e: e.quarantines),
     ("asyncrl_engine_restarts", "Times that its server was started again.", lambda e: e.restarts),
     ("asyncrl_engine_tokens_sampled", "Tokens that have arrived from it.", lambda e: e.tokens_sampled),
     ("asyncrl_engine_requests_failed", "Requests that it failed; they go on elsewhere.", lambda e: e.failed),

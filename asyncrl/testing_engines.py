@@ -16,7 +16,7 @@ import trio
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent
 from asyncrl.engines.pace import Pace
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import EngineError, WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
 from asyncrl.testing import Rates
 from asyncrl.types import FinishReason, Logprobs, PolicyVersion, TokenIds, TokenSpan, WeightManifest
@@ -60,6 +60,8 @@ class FakeServer:
         """While True nothing that it is asked ever ends, and it does not die of it."""
         self.readable: Callable[[WeightManifest], bool] = lambda manifest: True
         """Whether a version's file is still there."""
+        self.mismatches: Callable[[WeightManifest], str] = lambda manifest: ""
+        """The tensor of a version that is another than was published, if any: it then serves what it held."""
         self.pull_s = rates.sync_s
         """How long a pull takes."""
         self.starts: list[tuple[int, bool]] = []
@@ -227,6 +229,9 @@ class FakeServer:
                     raise EngineError(f"no answer in {_PHASE_S:g} s")
                 if not self.readable(manifest):
                     raise WeightSyncError(f"{self.name}, update of version {manifest.version}: cannot map the weights")
+                if tensor := self.mismatches(manifest):
+                    words = f"{self.name}, report of version {manifest.version}: {tensor} has another digest"
+                    raise WeightMismatch(words, tensor=tensor)
                 self.held = self.version = manifest.version
                 self._broken = ""
                 self.pulled.append(manifest.version)

@@ -28,6 +28,8 @@ class Health(StrEnum):
     SERVING = "serving"
     DOUBTED = "doubted"
     """It failed a request and is being looked at; nothing new is sent to it meanwhile."""
+    QUARANTINED = "quarantined"
+    """It took other weights than were published, and is sent them once more; nothing else is asked of it meanwhile."""
     LOST = "lost"
     """It died, does not answer, or cannot be known to hold the newest weights."""
 
@@ -60,6 +62,8 @@ class EngineStatistics:
     """Why it is not serving, in words."""
     restarts: int = 0
     """How often its server was started again."""
+    quarantines: int = 0
+    """How often it took other weights than were published."""
     reading: PolicyVersion | None = None
     """The version that it is being brought to, if any."""
 
@@ -112,7 +116,8 @@ class Engine(Protocol):
     async def pull(self, manifest: WeightManifest) -> SyncReport:
         """Bring the server to the manifest's version, in the middle of its requests.
 
-        Raises: WeightSyncError naming engine and phase. It then serves what it held before, or is `broken`.
+        Raises: WeightSyncError naming engine and phase: it then serves what it held before, or is `broken`.
+        WeightMismatch where it has, or was given, other weights than were published: nothing sampled under them is kept.
         """
         ...
 

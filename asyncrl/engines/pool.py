@@ -13,13 +13,13 @@ from asyncrl.engines.line import Line
 from asyncrl.engines.roster import Member, Roster
 from asyncrl.engines.settings import EngineSettings
 from asyncrl.engines.supervision import StartServer, Supervisor
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import EngineError, WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
 
 _MAX_MOVES = 3  # a request that ends every engine that runs it must not end them all
 
-_ASKED = (Health.SERVING, Health.DOUBTED)
+_ASKED = (Health.SERVING, Health.DOUBTED, Health.QUARANTINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +177,9 @@ class EnginePool:
         brought, a later version included, is not pulled again.
         One that fails twice or dies is taken out of service, and its report is missing. An engine that comes back takes
         the newest version first. Waits for one to do so where all have died.
-        Raises: WeightSyncError naming every engine that failed, where none took the version and one refused it, or
-        none came back in time.
+        Raises: WeightMismatch (in an exception group) when an engine takes other weights than were published, twice.
+        WeightSyncError naming every engine that failed, where none took the version and one refused it, or none came
+        back in time.
         """
         self._roster.offer(manifest)
         version = manifest.version
@@ -218,6 +219,8 @@ class EnginePool:
                     assert member.report is not None
                     pulled[member.name] = member.report  # now: it is replaced by that of the next version
                     return
+                except WeightMismatch:
+                    raise
                 except WeightSyncError as error:
                     failure = error
                 if member.engine.broken:

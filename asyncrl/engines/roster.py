@@ -8,7 +8,7 @@ from dataclasses import replace
 import trio
 
 from asyncrl.engines.engine import Engine, EngineStatistics, Health
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, WeightMismatch
 from asyncrl.protocols import SyncReport
 from asyncrl.types import PolicyVersion, WeightManifest
 
@@ -23,7 +23,7 @@ class Member:
         """Why it does not serve, in words."""
         self.since = trio.current_time()
         self.has_served = False
-        self.restarts = 0
+        self.restarts = self.quarantines = 0
         self.places_taken = 0
         """Requests that were sent to it and have not ended."""
         self.holds: WeightManifest | None = None
@@ -59,6 +59,7 @@ class Member:
             health_seconds=trio.current_time() - self.since,
             reason=self.reason,
             restarts=self.restarts,
+            quarantines=self.quarantines,
             reading=self.reading,
         )
 
@@ -107,8 +108,26 @@ class Roster:
     async def pull(self, member: Member) -> None:
         """Bring an engine to the newest version, which is waited for where it is about to be replaced.
 
-        Raises: WeightSyncError.
+        One that takes other weights than were published is quarantined, and sent them once more.
+        Raises: WeightMismatch where that does not help, which nobody may survive: the learner's own weights, the way or
+        the engine cannot be trusted. WeightSyncError where it fails otherwise.
         """
+        before, reason = member.health, member.reason
+        try:
+            await self._pull_newest(member)
+            return
+        except WeightMismatch as error:
+            member.quarantines += 1
+            self._set(member, Health.QUARANTINED, str(error))
+            member.engine.withdraw(str(error))
+        try:
+            await self._pull_newest(member)
+        except WeightMismatch as error:
+            raise WeightMismatch(f"{error}; it was sent twice", tensor=error.tensor) from error
+        if member.health is Health.QUARANTINED:  # else its end has been seen
+            self._set(member, before, reason)
+
+    async def _pull_newest(self, member: Member) -> None:
         while self._is_held_back:
             await self.wait_changed()
         newest = self.newest

@@ -16,7 +16,7 @@ import trio
 from asyncrl.engines.engine import Health
 from asyncrl.engines.roster import Member, Roster
 from asyncrl.engines.settings import EngineSettings
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import EngineError, WeightMismatch, WeightSyncError
 from asyncrl.types import PolicyVersion
 
 _DEATH_SEEN_S = 3.0  # from a server's last answer to its process's end: its keeper ends its family first
@@ -49,7 +49,11 @@ class Supervisor:
         self._say = say
 
     async def keep(self, member: Member, start: StartServer | None) -> NoReturn:
-        """Keep one engine in service. Raises: EngineError when it does not come up, or has used up its restarts."""
+        """Keep one engine in service.
+
+        Raises: EngineError when it does not come up, or has used up its restarts; WeightMismatch (in an exception group)
+        when it takes other weights than were published, twice.
+        """
         if start is None:
             await self._keep_elsewhere(member)
         while True:
@@ -72,6 +76,8 @@ class Supervisor:
                 try:
                     await self._bring_up(member, self._settings.sync_timeout_s)
                     self._say(f"{member.name} is back")
+                except WeightMismatch:
+                    raise
                 except (EngineError, WeightSyncError) as error:
                     self._roster.take_out(member, str(error))
                     await trio.sleep(_RETRY_S)
@@ -95,6 +101,8 @@ class Supervisor:
                     await self._bring_up(member, timeout_s)
                     await self._wait_lost(member)
                     timeout_s = self._settings.sync_timeout_s
+            except WeightMismatch:
+                raise
             except (EngineError, WeightSyncError) as error:
                 self._roster.take_out(member, str(error))
                 with trio.move_on_after(_DEATH_SEEN_S):  # if it is dying, how it ends says more
@@ -114,6 +122,8 @@ class Supervisor:
             while (newest := self._roster.newest) is not member.holds:
                 try:
                     await self._roster.pull(member)
+                except WeightMismatch:
+                    raise
                 except WeightSyncError:
                     if self._roster.newest is newest:
                         raise
