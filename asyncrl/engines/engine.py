@@ -117,7 +117,8 @@ class Engine(Protocol):
         """Bring the server to the manifest's version, in the middle of its requests.
 
         Raises: WeightSyncError naming engine and phase: it then serves what it held before, or is `broken`.
-        WeightMismatch where it has, or was given, other weights than were published: nothing sampled under them is kept.
+        WeightMismatch where it has, or was given, other weights than were published: of what was sampled under them
+        nothing is kept.
         """
         ...
 

@@ -51,8 +51,8 @@ class Supervisor:
     async def keep(self, member: Member, start: StartServer | None) -> NoReturn:
         """Keep one engine in service.
 
-        Raises: EngineError when it does not come up, or has used up its restarts; WeightMismatch (in an exception group)
-        when it takes other weights than were published, twice.
+        Raises: EngineError when it does not come up, or has used up its restarts; WeightMismatch (in an exception
+        group) when it takes other weights than were published, twice.
         """
         if start is None:
             await self._keep_elsewhere(member)
