@@ -29,6 +29,10 @@ class SandboxSettings:
     """Commands that are being started at a time; starting burns CPU, so more at a time are not faster."""
     python: str = ""
     """The interpreter inside: empty for /usr/bin/python3, or the running one where there is none; else a path."""
+    urls: tuple[str, ...] = ()
+    """Of the servers (`asyncrl sandbox serve`) that the backend `remote` opens sandboxes at."""
+    token_file: str = ""
+    """A file that holds the token which these servers ask for."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     """Of one sandbox."""
 
@@ -47,6 +51,18 @@ class SandboxSettings:
         for name, (value, lowest) in least.items():
             if value < lowest:
                 raise ConfigError(f"{name} must be >= {lowest}, got {value} ([sandbox])")
-        for name, seconds in (("limits.wall_s", limits.wall_s), ("limits.cpu_s", limits.cpu_s)):
+        if (self.backend == "remote") != bool(self.urls):
+            raise ConfigError(
+                f"urls must name servers where backend is 'remote', and only there; got {list(self.urls)} with backend "
+                f"{self.backend!r} ([sandbox])"
+            )
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"urls must begin with http:// or https://, got {url!r} ([sandbox])")
+        for name, seconds in (
+            ("limits.wall_s", limits.wall_s),
+            ("limits.cpu_s", limits.cpu_s),
+            ("limits.lifetime_s", limits.lifetime_s),
+        ):
             if not 0 < seconds < float("inf"):
                 raise ConfigError(f"{name} must be > 0 and finite seconds, got {seconds} ([sandbox])")

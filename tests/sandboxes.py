@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import trio
 
 from asyncrl.protocols import Sandbox, SandboxBackend, SandboxLimits
 from asyncrl.sandbox import SandboxSettings, open_backend
+from asyncrl.sandbox.server import SandboxServer
+from asyncrl.serving import listen, serve
 
 LIMITS = SandboxLimits(wall_s=20.0, memory_bytes=96 * 2**20, disk_bytes=8 * 2**20, max_files=256, max_pids=24)
 
@@ -36,6 +39,25 @@ def settings(**changes: Any) -> SandboxSettings:
     return SandboxSettings(**{"allow_weaker": not has_groups(), "limits": LIMITS, **changes})
 
 
+@asynccontextmanager
+async def opened(directory: Path, *, backend: str = "bubblewrap", **changes: Any) -> AsyncIterator[SandboxBackend]:
+    """Yield an open backend; `remote` is asked of a server in this program that serves `bubblewrap`."""
+    if backend != "remote":
+        async with open_backend(settings(backend=backend, **changes), directory=directory) as sandboxes:
+            yield sandboxes
+        return
+    token_file = directory / "token"
+    token_file.write_text("a-token-of-the-tests")
+    listener = listen("127.0.0.1", 0, setting="port")
+    port = listener.getsockname()[1]
+    async with opened(directory, **changes) as served, trio.open_nursery() as nursery:
+        await nursery.start(serve, SandboxServer(served, token="a-token-of-the-tests"), listener)
+        remote = settings(backend="remote", urls=(f"http://127.0.0.1:{port}",), token_file=str(token_file), **changes)
+        async with open_backend(remote, directory=directory) as sandboxes:
+            yield sandboxes
+        nursery.cancel_scope.cancel()
+
+
 def with_backend(body: Callable[[SandboxBackend], Awaitable[None]], directory: Path, **changes: Any) -> None:
     """Run `body` on an open backend, within a minute; skip where the machine has no sandboxes."""
     if reason := cannot_sandbox():
@@ -43,7 +65,7 @@ def with_backend(body: Callable[[SandboxBackend], Awaitable[None]], directory: P
 
     async def main() -> None:
         with trio.fail_after(60):
-            async with open_backend(settings(**changes), directory=directory) as backend:
+            async with opened(directory, **changes) as backend:
                 await body(backend)
 
     trio.run(main)

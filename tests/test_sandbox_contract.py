@@ -14,15 +14,15 @@ from sandboxes import (
     cannot_sandbox,
     groups_of,
     has_groups,
+    opened,
     processes_with,
-    settings,
     wait_started,
     with_backend,
 )
 
 from asyncrl.errors import SandboxError
 from asyncrl.protocols import Outcome, Sandbox, SandboxBackend
-from asyncrl.sandbox import SANDBOXES, open_backend
+from asyncrl.sandbox import SANDBOXES
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("backend", sorted(SANDBOXES))]
 
@@ -351,10 +351,10 @@ def test_leaving_the_backend_removes_everything(backend: str, tmp_path: Path) ->
     async def main() -> None:
         async with (
             trio.open_nursery() as nursery,
-            open_backend(settings(backend=backend), directory=tmp_path) as opened,
+            opened(tmp_path, backend=backend) as sandboxes,
         ):
             for _ in range(3):
-                sandbox = await opened.open({"file": b""}, limits=LIMITS)
+                sandbox = await sandboxes.open({"file": b""}, limits=LIMITS)
                 nursery.start_soon(sandbox.exec, ["/bin/sh", "-c", f": > started; sleep {mark}; true"])
                 await wait_started(sandbox)
             assert processes_with(mark) != []

@@ -1,12 +1,16 @@
-"""Test the walls of the sandboxes, and remove what killed programs left.
+"""Test the walls of the sandboxes, serve sandboxes to other machines, and remove what killed programs left.
 
   asyncrl sandbox self-test
   asyncrl sandbox self-test configs/demo.toml --json
+  asyncrl sandbox serve --token-file token --host 0.0.0.0
   asyncrl sandbox reap runs
 
 `self-test` tries to break out of a sandbox in each of the known ways and says which were stopped; exit code 1 when one
 was not. `reap` looks for the ledgers of sandboxes below a directory and removes what belongs to programs that are gone;
 it leaves those of running programs alone.
+
+`serve` answers runs whose [sandbox] has backend = "remote", this machine's address in `urls`, and the same token. It
+speaks plain HTTP: on a network that others can listen to, put it behind a proxy with TLS, or a tunnel.
 """
 
 from __future__ import annotations
@@ -14,9 +18,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
+import secrets
+import signal
+import socket
 import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,9 +34,17 @@ from rich.table import Table
 
 from asyncrl.configs.loader import apply_overrides, build, read_toml
 from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.protocols import SandboxBackend
 from asyncrl.sandbox import AbuseResult, SandboxSettings, abuse_names, open_backend, reap, self_test
+from asyncrl.sandbox.remote import read_token
+from asyncrl.sandbox.server import SandboxServer
+from asyncrl.serving import listen, serve
 
-HELP = "test the sandboxes' walls; remove what killed programs left"
+HELP = "test the sandboxes' walls, serve sandboxes to other machines, remove what killed programs left"
+
+_LOST_CLIENT_MS = (
+    30_000  # a client whose machine is gone acknowledges nothing for as long; then its sandboxes are closed
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     testing.add_argument("--only", action="append", metavar="NAME", help="try this one; may be given several times")
     testing.add_argument("--json", action="store_true", help="print a list of {name, stopped, detail}")
     testing.set_defaults(command=_self_test)
+    serving = verbs.add_parser("serve", help="open sandboxes for runs on other machines")
+    _add_settings(serving)
+    serving.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
+    serving.add_argument("--port", type=int, default=8790, help="default 8790; 0 takes a free one")
+    serving.add_argument(
+        "--token-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="holds the token; made if missing",
+    )
+    serving.add_argument(
+        "--max-waiting", type=int, default=64, metavar="N", help="requests that wait for a place (default 64)"
+    )
+    serving.set_defaults(command=_serve)
     reaping = verbs.add_parser("reap", help="remove the sandboxes of programs that are gone")
     reaping.add_argument(
         "directories", type=Path, nargs="*", default=[Path("runs")], metavar="DIRECTORY", help="default: runs"
@@ -88,14 +119,66 @@ def _self_test(arguments: argparse.Namespace) -> int:
 
 
 async def _try_all(settings: SandboxSettings, only: Sequence[str] | None) -> tuple[str, Sequence[AbuseResult]]:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-self-test-") as directory:
+        async with _opened(settings, Path(directory)) as backend:
+            return backend.wall, await self_test(backend, only=only)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    settings = load_settings(arguments.config, arguments.set)
+    if settings.backend == "remote":
+        raise ConfigError("backend must be a local one to be served, got 'remote' ([sandbox])")
+    if arguments.max_waiting < 0:
+        raise ConfigError(f"--max-waiting must be >= 0, got {arguments.max_waiting}")
+    _make_token(arguments.token_file)
+    token = read_token(str(arguments.token_file))
+    listener = listen(arguments.host, arguments.port, setting="--port")
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_CLIENT_MS)  # accepted ones inherit it
+    with closing(listener), tempfile.TemporaryDirectory(prefix="asyncrl-serve-") as directory:
+        trio.run(_serve_until_stopped, settings, Path(directory), token, arguments.max_waiting, listener)
+    return 0
+
+
+def _make_token(path: Path) -> None:
+    """Write a new token where there is none, for its owner's eyes only. Raises ConfigError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise ConfigError(f"--token-file: {path} cannot be written: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+
+
+async def _serve_until_stopped(
+    settings: SandboxSettings, directory: Path, token: str, max_waiting: int, listener: socket.socket
+) -> None:
+    host, port = listener.getsockname()
     async with AsyncExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-self-test-"))
+        backend = await stack.enter_async_context(_opened(settings, directory))
+        reached = [abuse for abuse in await self_test(backend, only=abuse_names(main_only=True)) if not abuse.stopped]
+        if reached:
+            raise SandboxError(
+                "the wall does not hold, so nothing is served: " + "; ".join(one.name for one in reached)
+            )
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve, SandboxServer(backend, token=token, max_waiting=max_waiting), listener)
+            print(f"serving {backend.wall} sandboxes at http://{host}:{port}", flush=True)
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _opened(settings: SandboxSettings, directory: Path) -> AsyncIterator[SandboxBackend]:
+    """Open a backend; that it cannot be opened here is for the user to set right."""
+    async with AsyncExitStack() as stack:
         try:
             backend = await stack.enter_async_context(open_backend(settings, directory=directory))
         except SandboxError as error:
             raise ConfigError(f"{error} ([sandbox])") from None
-        return backend.wall, await self_test(backend, only=only)
-    raise AssertionError("unreachable")
+        yield backend
 
 
 def _table(wall: str, results: Sequence[AbuseResult]) -> Table:
