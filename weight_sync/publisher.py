@@ -15,39 +15,29 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.types import PolicyVersion, Verification, WeightDelta, WeightManifest
 from asyncrl.weight_sync.checksum import DIGESTS
 from asyncrl.weight_sync.delta import DeltaWriter
 from asyncrl.weight_sync.manifest import MANIFEST_SUFFIX, combined_digest, layout_of, write_manifest
+from asyncrl.weight_sync.sharded import entries_of, gathered
 from asyncrl.weight_sync.stale import DELTA_SUFFIX, LOCK_SUFFIX, PREFIX, WEIGHTS_SUFFIX, remove_stale
-from asyncrl.weight_sync.weight_file import WeightFile, layout, write_weight_file
+from asyncrl.weight_sync.weight_file import WeightFile, write_weight_file
+
+if TYPE_CHECKING:
+    import torch
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_.]([A-Za-z0-9_.-]{0,99})")
-
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class FilePublisher:
     """Writes each version to a file in `directory`; at most two versions are there at any moment.
 
     With `delta` each version but the first also has a file of what differs from the one before, where that is smaller.
-    The bytes to compare with are read from the file of the version before, so that it costs no memory.
+    The bytes to compare with are read from the file of the version before, so that it costs no memory. `cast_to` is
+    what tensors of floats become, as master weights of float32 do for an engine of bfloat16; None leaves them.
     Raises, when made: ConfigError for a run id that is no file name, WeightSyncError if the run has a publisher
     already or the directory cannot be written.
     """
@@ -62,6 +52,7 @@ class FilePublisher:
         directory: str | os.PathLike[str],
         delta: bool = False,
         verification: Verification = Verification.DIGEST,
+        cast_to: torch.dtype | None = None,
     ) -> None:
         if not _RUN_ID.fullmatch(run_id):
             raise ConfigError(
@@ -71,6 +62,7 @@ class FilePublisher:
         self.directory = Path(directory)
         self._delta = delta
         self._verification = verification
+        self._cast_to = cast_to
         self._published: list[WeightManifest] = []
         self._lock: int | None = None
         try:
@@ -87,18 +79,19 @@ class FilePublisher:
     def publish(
         self, tensors: Mapping[str, Any], version: PolicyVersion, *, keep: Collection[PolicyVersion] = ()
     ) -> WeightManifest:
-        """Write `tensors` (name -> torch.Tensor, in the engine's dtype) and return the manifest.
+        """Write `tensors` (name -> torch.Tensor) and return the manifest.
 
         Of what was published before one version stays: the one in `keep`, which is being read, or else the last.
-        One copy of the weights is made, in the file; a tensor that is not contiguous or not in host memory is copied
-        on its own first, and one that is sharded is gathered on its own.
+        One copy of the weights is made, in the file; a tensor that is not contiguous, not in host memory or of another
+        dtype is copied on its own first, and one that is sharded is gathered on its own. The ranks that hold its other
+        shards call `sharded.take_part` with the same tensors at the same time.
         Raises: WeightSyncError if the version does not grow, a dtype cannot be sent, or there is no room.
         """
         if self._lock is None:
             raise WeightSyncError(f"the publisher of run {self.run_id} is closed")
         if self._published and version <= self._published[-1].version:
             raise WeightSyncError(f"version {version} was published after version {self._published[-1].version}")
-        entries = layout((name, _dtype_name(name, t), tuple(t.shape)) for name, t in tensors.items())
+        entries = entries_of(tensors, self._cast_to)
         spare = [manifest for manifest in self._published if manifest.version not in keep]
         if len(self._published) > 1 and not spare:
             both = ", ".join(str(manifest.version) for manifest in self._published)
@@ -111,7 +104,7 @@ class FilePublisher:
             entries = write_weight_file(
                 path,
                 entries,
-                (_bytes_of(tensors[entry.name]) for entry in entries),
+                gathered(tensors, entries, self._cast_to),
                 metadata={"format": "pt", "run_id": self.run_id, "version": str(version)},
                 durable=self.durable,
                 digest=DIGESTS[self._verification],
@@ -207,18 +200,3 @@ def _take_lock(path: Path, run_id: str) -> int:
             os.close(descriptor)
             raise WeightSyncError(f"run {run_id} already has a living publisher (it holds {path})") from None
         os.close(descriptor)  # removed as stale between open and lock: take a fresh one
-
-
-def _dtype_name(name: str, tensor: torch.Tensor) -> str:
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise WeightSyncError(
-            f"cannot send {name}: dtype {tensor.dtype} is not one of {', '.join(map(str, _DTYPE_NAMES))}"
-        )
-    return _DTYPE_NAMES[tensor.dtype]
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    gather = getattr(tensor, "full_tensor", None)  # an FSDP2 shard; a collective on all ranks
-    whole = gather() if callable(gather) else tensor
-    flat = whole.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

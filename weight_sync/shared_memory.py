@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from asyncrl.types import Verification
 from asyncrl.weight_sync.publisher import FilePublisher
 from asyncrl.weight_sync.stale import SHARED_MEMORY_DIRECTORY
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SharedMemoryPublisher(FilePublisher):
@@ -31,5 +35,6 @@ class SharedMemoryPublisher(FilePublisher):
         directory: str | os.PathLike[str] = SHARED_MEMORY_DIRECTORY,
         delta: bool = False,
         verification: Verification = Verification.DIGEST,
+        cast_to: torch.dtype | None = None,
     ) -> None:
-        super().__init__(run_id=run_id, directory=directory, delta=delta, verification=verification)
+        super().__init__(run_id=run_id, directory=directory, delta=delta, verification=verification, cast_to=cast_to)

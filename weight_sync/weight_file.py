@@ -108,10 +108,13 @@ def write_weight_file(
     try:
         with path.open("wb", buffering=0) as stream:
             _write_all(stream.fileno(), memoryview(_LENGTH.pack(len(text)) + text))
-            for entry, buffer in zip(entries, buffers, strict=True):
+            remaining = iter(buffers)
+            for entry in entries:
+                buffer = next(remaining)
                 assert buffer.nbytes == entry.num_bytes, entry.name
                 _write_all(stream.fileno(), buffer)
                 done.append(replace(entry, digest=digest(buffer)))
+                del buffer  # before the next one is made: of gathered tensors one at a time is held
             if durable:
                 os.fsync(stream.fileno())
     except OSError as error:
