@@ -2,8 +2,8 @@
 
     python rank_of_sharded_publish.py RANK WORLD_SIZE DIRECTORY
 
-DIRECTORY holds the model, and takes what is published. Prints, as JSON, the most bytes of gathered tensors that this
-rank held at once, how often it gathered, and what rank 0 published.
+DIRECTORY holds the model, and takes what is published. Leaves in `rank-RANK.json` the most bytes of gathered
+tensors that this rank held at once, how often it gathered, and what rank 0 published.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def main(rank: int, world_size: int, directory: Path) -> None:
         for version in (1, 2):
             report["manifest"] = manifest_to_json(publisher.publish(tensors, version))
     destroy_process_group()
-    print(json.dumps({**report, "peak_bytes": held.peak_bytes, "gathers": held.gathers, "left": held.num_bytes}))
+    report |= {"peak_bytes": held.peak_bytes, "gathers": held.gathers, "left": held.num_bytes}
+    (directory / f"rank-{rank}.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 
-def build_vllm_model(directory: Path, *, dtype: str = "float32") -> tuple[Any, Any]:
-    """Return vLLM's model of a model directory as its worker holds it, and vLLM's configuration."""
+def build_vllm_model(directory: Path, *, dtype: str = "float32", rank: int = 0, world_size: int = 1) -> tuple[Any, Any]:
+    """Return vLLM's model of a model directory as its worker holds it, and vLLM's configuration.
+
+    Of a tensor-parallel model, which several processes hold together, it is one rank's part.
+    """
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # what vLLM imports is not this project's
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does before it loads
-        return _build(directory, dtype)
+        return _build(directory, dtype, rank, world_size)
 
 
-def _build(directory: Path, dtype: str) -> tuple[Any, Any]:
+def _build(directory: Path, dtype: str, rank: int, world_size: int) -> tuple[Any, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         ensure_model_parallel_initialized,
@@ -29,25 +32,35 @@ def _build(directory: Path, dtype: str) -> tuple[Any, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    arguments = EngineArgs(model=str(directory), dtype=dtype, enforce_eager=True, max_model_len=256)
+    arguments = EngineArgs(
+        model=str(directory), dtype=dtype, enforce_eager=True, max_model_len=256, tensor_parallel_size=world_size
+    )
     config = arguments.create_engine_config()
+    config.parallel_config.rank = rank
     with set_current_vllm_config(config):
         if not model_parallel_is_initialized():
-            init_distributed_environment(1, 0, f"file://{directory / 'rendezvous'}", 0, "gloo")
-            ensure_model_parallel_initialized(1, 1)
+            init_distributed_environment(world_size, rank, f"file://{directory / 'rendezvous'}", rank, "gloo")
+            ensure_model_parallel_initialized(world_size, 1)
         return get_model(vllm_config=config), config
 
 
-def layer_outputs(model: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what every weight of the first layer, the embedding and the head make of `inputs` [n, 128]."""
+def layer_outputs(model: Any, inputs: torch.Tensor, *, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    """Return what every weight of the first layer, the embedding and the head make of `inputs` [n, 128].
+
+    A rank of a tensor-parallel model gets its share of what the layer before would have made; all must call this.
+    """
     layer = model.model.layers[0]
+
+    def share(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(world_size, 1)[rank].contiguous()
+
     with torch.no_grad():
         return {
             "embed": model.model.embed_input_ids(torch.arange(8)),
             "qkv": layer.self_attn.qkv_proj(inputs)[0],
-            "o": layer.self_attn.o_proj(inputs)[0],
+            "o": layer.self_attn.o_proj(share(inputs))[0],
             "gate_up": layer.mlp.gate_up_proj(inputs)[0],
-            "down": layer.mlp.down_proj(torch.cat([inputs, inputs], 1))[0],
+            "down": layer.mlp.down_proj(share(torch.cat([inputs, inputs], 1)))[0],
             "norm": layer.input_layernorm.weight.clone(),
             "head": model.compute_logits(inputs),
         }
