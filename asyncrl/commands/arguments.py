@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from asyncrl.configs import Config
+from asyncrl.configs.loader import apply_overrides, build, read_toml
+from asyncrl.errors import ConfigError
 from asyncrl.run_directory import RunDirectory
+from asyncrl.sandbox import SandboxSettings
 from asyncrl.simulation import Fault, Forecast, SimulationRates, measured_rates, simulate
 
 
@@ -57,3 +61,24 @@ def forecast_of(
         seed=seed,
         faults=faults,
     )
+
+
+def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a configuration of which only [sandbox] is looked at, and `--set`."""
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG.toml", help="whose [sandbox] is taken; the defaults without one"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="sandbox.KEY=VALUE", help="replace one setting of [sandbox]"
+    )
+
+
+def sandbox_settings_of(path: Path | None, overrides: Sequence[str]) -> SandboxSettings:
+    """Return the [sandbox] section of a configuration, which need not be whole otherwise. Raises ConfigError."""
+    tables = apply_overrides({} if path is None else read_toml(path), overrides)
+    if strangers := [override for override in overrides if not override.startswith("sandbox.")]:
+        raise ConfigError(f"--set takes sandbox.KEY=VALUE here, got {strangers[0]!r}")
+    table = tables.get("sandbox", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"sandbox must be a section, got {table!r}")
+    return build(SandboxSettings, table, section="sandbox")

@@ -5,6 +5,7 @@ asyncrl bench step --without-trl
 asyncrl bench async --json async.json     optimizer steps per hour, asynchronous against synchronous
 asyncrl bench learner --json learner.json what one forward and backward pass costs, against plain transformers
 asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
+asyncrl bench sandbox --json sandbox.json what sandboxes, forks and verdicts cost, against plain processes
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from asyncrl.bench.learner import bench_learner
 from asyncrl.bench.learner import table as learner_table
 from asyncrl.bench.learner_settings import LearnerBench
 from asyncrl.bench.loop import bench_loop
+from asyncrl.bench.sandbox import bench_sandbox
+from asyncrl.bench.sandbox import table as sandbox_table
 from asyncrl.bench.step import bench_step
+from asyncrl.commands.arguments import add_sandbox_arguments, sandbox_settings_of
 from asyncrl.errors import ConfigError
 
 HELP = "measure speed"
@@ -93,6 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     buffer.add_argument("--steps", type=int, default=2000, metavar="N", help="simulated, for memory (default: 2000)")
     buffer.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     buffer.set_defaults(command=_buffer)
+    sandbox = benches.add_parser("sandbox", help="starts, commands, forks and verdicts, against plain processes")
+    add_sandbox_arguments(sandbox)
+    sandbox.add_argument("--rounds", type=int, default=50, metavar="N", help="of each measurement (default: 50)")
+    sandbox.add_argument("--together", type=int, default=64, metavar="N", help="open at once (default: 64)")
+    sandbox.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    sandbox.set_defaults(command=_sandbox)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -194,6 +204,18 @@ def _buffer(arguments: argparse.Namespace) -> int:
         f"({growth['low']:+.1f} to {growth['high']:+.1f})"
     )
     print(f"resuming reads 1 GiB of journal in {report['resume']['seconds_per_gib']:.1f} s")
+    _write(arguments.json, report)
+    return 0
+
+
+def _sandbox(arguments: argparse.Namespace) -> int:
+    settings = sandbox_settings_of(arguments.config, arguments.set)
+    for name, found, most in (("rounds", arguments.rounds, 10**6), ("together", arguments.together, settings.max_open)):
+        if not 1 <= found <= most:
+            raise ConfigError(f"--{name} must be from 1 to {most}, got {found}")
+    _check_json(arguments.json)
+    report = bench_sandbox(settings, rounds=arguments.rounds, together=arguments.together)
+    Console().print(sandbox_table(report))
     _write(arguments.json, report)
     return 0
 

@@ -32,7 +32,7 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.configs.loader import apply_overrides, build, read_toml
+from asyncrl.commands.arguments import add_sandbox_arguments, sandbox_settings_of
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import SandboxBackend
 from asyncrl.sandbox import AbuseResult, SandboxSettings, abuse_names, open_backend, reap, self_test
@@ -51,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     verbs = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     testing = verbs.add_parser("self-test", help="try to break out, in every known way")
-    _add_settings(testing)
+    add_sandbox_arguments(testing)
     testing.add_argument("--only", action="append", metavar="NAME", help="try this one; may be given several times")
     testing.add_argument("--json", action="store_true", help="print a list of {name, stopped, detail}")
     testing.set_defaults(command=_self_test)
     serving = verbs.add_parser("serve", help="open sandboxes for runs on other machines")
-    _add_settings(serving)
+    add_sandbox_arguments(serving)
     serving.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
     serving.add_argument("--port", type=int, default=8790, help="default 8790; 0 takes a free one")
     serving.add_argument(
@@ -83,28 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
     raise AssertionError(arguments)
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.toml", help="whose [sandbox] is taken; the defaults without one"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="sandbox.KEY=VALUE", help="replace one setting of [sandbox]"
-    )
-
-
-def load_settings(path: Path | None, overrides: Sequence[str]) -> SandboxSettings:
-    """Return the [sandbox] section of a configuration, which need not be whole otherwise. Raises ConfigError."""
-    tables = apply_overrides({} if path is None else read_toml(path), overrides)
-    if strangers := [override for override in overrides if not override.startswith("sandbox.")]:
-        raise ConfigError(f"--set takes sandbox.KEY=VALUE here, got {strangers[0]!r}")
-    table = tables.get("sandbox", {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"sandbox must be a section, got {table!r}")
-    return build(SandboxSettings, table, section="sandbox")
-
-
 def _self_test(arguments: argparse.Namespace) -> int:
-    settings = load_settings(arguments.config, arguments.set)
+    settings = sandbox_settings_of(arguments.config, arguments.set)
     for name in arguments.only or ():
         if name not in abuse_names():
             near = difflib.get_close_matches(name, abuse_names(), n=1)
@@ -125,7 +105,7 @@ async def _try_all(settings: SandboxSettings, only: Sequence[str] | None) -> tup
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    settings = load_settings(arguments.config, arguments.set)
+    settings = sandbox_settings_of(arguments.config, arguments.set)
     if settings.backend == "remote":
         raise ConfigError("backend must be a local one to be served, got 'remote' ([sandbox])")
     if arguments.max_waiting < 0:
