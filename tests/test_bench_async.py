@@ -60,7 +60,10 @@ def test_both_bounds_are_run_and_compared(
     assert asynchronous["staleness_max"] <= 2
     assert figures["ratio"] == asynchronous["steps_per_hour"] / synchronous["steps_per_hour"]
     assert all(0 <= run["learner_idle_share"] <= 1 and 0 <= run["engine_idle_share"] <= 1 for run in figures["runs"])
-    assert "2 takes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert (
+        printed.index("max_off_policyness = 0:") < printed.index("max_off_policyness = 2:") < printed.index("2 takes")
+    )
 
 
 def _step(seconds: float, *, waited: float = 0.0) -> dict[str, float]:

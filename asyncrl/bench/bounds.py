@@ -7,7 +7,7 @@ The same episode waits as long in every run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,24 @@ class BoundRate:
 
 
 def bench_bounds(
-    config_path: Path, overrides: Sequence[str], *, minutes: float, bounds: Sequence[int]
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    minutes: float,
+    bounds: Sequence[int],
+    on_rate: Callable[[BoundRate], None] = lambda rate: None,
 ) -> dict[str, Any]:
     """Return each bound's rate after training for so many minutes, and the ratio of the last one's to the first one's.
 
-    Raises: AsyncRLError where a run takes too few steps in that time.
+    `on_rate` is told of each run as it ends: a later one may fail. Raises: AsyncRLError where a run fails, or takes too
+    few steps in that time.
     """
     configs = {bound: _config(config_path, overrides, bound) for bound in bounds}  # before any of them is run
     rates = []
     for bound, config in configs.items():
         records, _ = train_in_child(config, {"run.max_minutes": minutes, "run.steps": 10**6})
         rates.append(measure(records, bound, minutes=minutes))
+        on_rate(rates[-1])
     return {
         "latency": asdict(configs[bounds[0]].environment.latency),
         "groups_per_step": configs[bounds[0]].buffer.groups_per_step,

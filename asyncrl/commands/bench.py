@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.bench.bounds import bench_bounds
+from asyncrl.bench.bounds import BoundRate, bench_bounds
 from asyncrl.bench.buffer import bench_buffer
 from asyncrl.bench.learner import bench_learner
 from asyncrl.bench.learner import table as learner_table
@@ -134,16 +134,21 @@ def _bounds(arguments: argparse.Namespace) -> int:
     if len({*arguments.bounds}) < max(2, len(arguments.bounds)):
         raise ConfigError(f"--bounds must be at least two different ones, got {arguments.bounds}")
     _check_json(arguments.json)
-    report = bench_bounds(arguments.config, arguments.set, minutes=arguments.minutes, bounds=arguments.bounds)
-    for run in report["runs"]:
-        print(
-            f"max_off_policyness = {run['max_off_policyness']}: {run['steps_per_hour']:.1f} steps an hour over "
-            f"{run['steps']} steps; the learner waited for groups {run['learner_idle_share']:.0%} of the time, the "
-            f"engines had nothing to do {run['engine_idle_share']:.0%}"
-        )
+    report = bench_bounds(
+        arguments.config, arguments.set, minutes=arguments.minutes, bounds=arguments.bounds, on_rate=_show_rate
+    )
     print(f"{arguments.bounds[-1]} takes {report['ratio']:.2f} times the steps an hour of {arguments.bounds[0]}")
     _write(arguments.json, report)
     return 0
+
+
+def _show_rate(run: BoundRate) -> None:
+    print(
+        f"max_off_policyness = {run.max_off_policyness}: {run.steps_per_hour:.1f} steps an hour over {run.steps} of them; "
+        f"the learner waited for groups {run.learner_idle_share:.0%} of the time, the engines had nothing to do "
+        f"{run.engine_idle_share:.0%}",
+        flush=True,
+    )
 
 
 def _learner(arguments: argparse.Namespace) -> int:
