@@ -144,8 +144,8 @@ def _bounds(arguments: argparse.Namespace) -> int:
 
 def _show_rate(run: BoundRate) -> None:
     print(
-        f"max_off_policyness = {run.max_off_policyness}: {run.steps_per_hour:.1f} steps an hour over {run.steps} of them; "
-        f"the learner waited for groups {run.learner_idle_share:.0%} of the time, the engines had nothing to do "
+        f"max_off_policyness = {run.max_off_policyness}: {run.steps_per_hour:.1f} steps an hour over {run.steps} of "
+        f"them; the learner waited for groups {run.learner_idle_share:.0%} of the time, the engines had nothing to do "
         f"{run.engine_idle_share:.0%}",
         flush=True,
     )
