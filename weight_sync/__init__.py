@@ -20,6 +20,7 @@ from asyncrl.weight_sync.stale import remove_stale
 TRANSPORTS = {
     "shared_memory": "asyncrl.weight_sync.shared_memory:SharedMemoryPublisher",
     "filesystem": "asyncrl.weight_sync.filesystem:FilesystemPublisher",
+    "nccl": "asyncrl.weight_sync.nccl:NcclPublisher",
 }
 """Name -> "module:Class" of the learner's half. Named and not imported, because the classes need torch."""
 

@@ -14,6 +14,9 @@ from asyncrl.weight_sync.vllm_labels import SWITCH, label_every_event
 BACKEND = "asyncrl"
 """Chosen by `--weight-transfer-config '{"backend": "asyncrl"}'`."""
 
+NCCL_BACKEND = "asyncrl_nccl"
+"""For the transport `nccl`."""
+
 
 def register() -> None:
     """Make the backend known to vLLM. vLLM may call this several times in one process."""
@@ -23,6 +26,7 @@ def register() -> None:
         return  # a vLLM from before weight transfer: `asyncrl train` names the version it needs, others need nothing
     try:
         WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl.weight_sync.vllm_engine", "FileTransferEngine")
+        WeightTransferEngineFactory.register_engine(NCCL_BACKEND, "asyncrl.weight_sync.vllm_nccl", "NcclTransferEngine")
     except ValueError as error:
         if "already registered" not in str(error):
             raise

@@ -28,11 +28,17 @@ class WeightSyncSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
+        offered = [name for name in TRANSPORTS if name != "nccl"]
         if self.transport not in TRANSPORTS:
-            nearest = difflib.get_close_matches(self.transport, TRANSPORTS, n=1)
+            nearest = difflib.get_close_matches(self.transport, offered, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ConfigError(
-                f"transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r} ([weight_sync]){hint}"
+                f"transport must be one of {', '.join(offered)}, got {self.transport!r} ([weight_sync]){hint}"
+            )
+        if self.transport == "nccl":
+            raise ConfigError(
+                "transport = 'nccl' is not offered to runs ([weight_sync]): it has never run on a GPU. "
+                "`python -m asyncrl.weight_sync.check_nccl MODEL` tries it there; take 'shared_memory' or 'filesystem'"
             )
         if self.transport == "filesystem" and self.directory == Path(""):
             raise ConfigError("directory must be given with transport = 'filesystem' ([weight_sync])")

@@ -35,7 +35,7 @@ def entries_of(tensors: Mapping[str, Any], cast_to: torch.dtype | None = None) -
 
     Raises: WeightSyncError naming a tensor whose dtype cannot be sent.
     """
-    return layout((name, _dtype_name(name, _dtype(t, cast_to)), tuple(t.shape)) for name, t in tensors.items())
+    return layout((name, _dtype_name(name, sent_dtype(t, cast_to)), tuple(t.shape)) for name, t in tensors.items())
 
 
 def gathered(
@@ -43,7 +43,7 @@ def gathered(
 ) -> Iterator[memoryview]:
     """Yield the bytes of every entry's tensor. Each is made when it is asked for; hold one at a time."""
     for entry in entries:
-        yield _bytes_of(_whole(tensors[entry.name], cast_to))
+        yield bytes_of(whole(tensors[entry.name], cast_to))
 
 
 def take_part(tensors: Mapping[str, Any], cast_to: torch.dtype | None = None) -> None:
@@ -53,16 +53,18 @@ def take_part(tensors: Mapping[str, Any], cast_to: torch.dtype | None = None) ->
     collective raises here, or at the latest after the process group's own timeout.
     """
     for entry in entries_of(tensors, cast_to):
-        _whole(tensors[entry.name], cast_to)
+        whole(tensors[entry.name], cast_to)
 
 
-def _whole(tensor: torch.Tensor, cast_to: torch.dtype | None) -> torch.Tensor:
-    cast = tensor.detach().to(_dtype(tensor, cast_to))
+def whole(tensor: torch.Tensor, cast_to: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor in the dtype that it is sent in, made whole where this rank holds a shard of it."""
+    cast = tensor.detach().to(sent_dtype(tensor, cast_to))
     gather = getattr(cast, "full_tensor", None)  # a collective on all ranks
     return gather() if callable(gather) else cast
 
 
-def _dtype(tensor: torch.Tensor, cast_to: torch.dtype | None) -> torch.dtype:
+def sent_dtype(tensor: torch.Tensor, cast_to: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a tensor is sent in."""
     return cast_to if cast_to is not None and tensor.is_floating_point() else tensor.dtype
 
 
@@ -72,6 +74,7 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a whole tensor's bytes, in host memory."""
     flat = tensor.to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
