@@ -252,9 +252,10 @@ class _Recorder(RunRecorder):
 def _loop_cost(directory: Path, in_flight: int, episode_s: float, seconds: float) -> LoopCost:
     groups = math.ceil(in_flight / _GROUP_SIZE)
     per_step = max(1, groups // 8)
-    # with more slots than episodes under way, by what waits for the learner or for the pull meanwhile
+    # so loose a bound that no step waits for a straggler; more slots than episodes under way, by what waits for the
+    # learner, is trained on, or waits for the pull meanwhile
     buffer = BufferSettings(
-        max_off_policyness=11, groups_per_step=per_step, group_size=_GROUP_SIZE, slots=groups + 2 * per_step
+        max_off_policyness=31, groups_per_step=per_step, group_size=_GROUP_SIZE, slots=groups + 3 * per_step // 2
     )
     limits = Limits(steps=10**9, checkpoint_every_steps=8)
     with Journal(directory / "journal", run_id="bench") as journal, Path(os.devnull).open("w") as nowhere:
