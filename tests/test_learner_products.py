@@ -32,18 +32,23 @@ def test_products_of_bfloat16_numbers_keep_float32_accuracy() -> None:
     assert ((left @ right.T) - wanted).abs().max() > 1e-3 * wanted.abs().max()
 
 
-@pytest.mark.skipif(not has_fast_bfloat16(), reason="needs a CPU that multiplies bfloat16 in tiles")
-def test_only_a_bfloat16_model_switches_and_the_setting_is_put_back() -> None:
+def test_other_numbers_are_rounded_only_where_the_cpu_is_said_to_do_so() -> None:
+    left, right = (random(512, 576, seed=seed, dtype=torch.float32) for seed in (0, 1))
+    wanted = left.double() @ right.double().T
+    with bfloat16_products(torch.bfloat16):
+        error = ((left @ right.T) - wanted).abs().max() / wanted.abs().max()
+    assert (error > 1e-4) if has_fast_bfloat16() else (error < 2e-6)
+
+
+def test_the_setting_of_products_is_put_back() -> None:
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
     left = random(256, 256, dtype=torch.float32)
     exact = left @ left
     for dtype in (torch.float32, torch.float64):
         with bfloat16_products(dtype):
+            assert settings.fp32_precision == before
             assert torch.equal(left @ left, exact)
-    with bfloat16_products(torch.bfloat16):
-        assert settings.fp32_precision == "bf16"
-        assert not torch.equal(left @ left, exact)
     with pytest.raises(RuntimeError), bfloat16_products(torch.bfloat16):
         left @ left[1:]
     assert settings.fp32_precision == before
