@@ -74,6 +74,24 @@ def test_the_heads_gradient_in_bfloat16_is_exact_but_for_its_own_rounding() -> N
         assert (found.grad - exactly.grad).norm() < 0.006 * exactly.grad.norm()
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_what_a_likely_target_still_pulls_is_not_lost_to_rounding(with_entropy: bool) -> None:
+    """Probabilities from 0.98 on: 1 - p is what is left of the gradient, and a bfloat16 p is often 1."""
+    hidden = random(64, 32, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.cat([hidden.detach() * 0.8, random(500, 32, seed=1, dtype=torch.bfloat16)])
+    target = torch.arange(64)
+    exact = hidden.detach().double().requires_grad_()
+    wanted = torch.log_softmax(exact @ weight.double().T / 0.9, -1)[target, target]
+    likely = (wanted > -0.02) & (wanted < -1e-4)
+    wanted[likely].sum().backward()
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, target, temperature=0.9)
+    (logprobs[likely].sum() + (0.0 * entropy.sum() if with_entropy else 0.0)).backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    assert exact.grad.norm() > 0.0
+    assert (hidden.grad - exact.grad).norm() < 0.05 * exact.grad.norm()
+
+
 def microbatch() -> Microbatch:
     batch = select(random_groups(3, num_groups=2, prompt_tokens=150), LearnerSettings()).batch
     return split(batch, max_tokens=1000)[0]

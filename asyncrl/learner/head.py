@@ -3,7 +3,9 @@
 Legend: `P` predictions, `C` hidden width, `V` vocabulary.
 
 The [P, V] logits never exist: the vocabulary is walked in tiles with a running log-sum-exp, and the backward pass
-computes each tile again (a third more arithmetic in the head, for memory that does not grow with P).
+computes each tile again (a third more arithmetic in the head, for memory that does not grow with P). What it computes
+again are log-probs in the model's dtype: of a bfloat16 product only the result is rounded, and where the probability
+lies a log-prob is small, whatever size the logits have.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from asyncrl.learner.products import bfloat16_products
 
 _TILE_ROWS = 1024
 _TILE_WORDS = 1024  # 1024 x 1024 float32 is 4 MiB: the passes over a tile run in the second-level caches of two cores
-_SLAB_WORDS = 4096  # the two products of the backward pass want larger matrices; these are of the model's dtype
+_BACKWARD_TILE = 2048  # rows and words; these tiles are of the model's dtype, and three products want them large
 
 
 def logprobs_and_entropy(
@@ -30,8 +32,8 @@ def logprobs_and_entropy(
     """Return ([P] log-prob of each target, [P] entropy), nats, under softmax(hidden @ weight.T / temperature).
 
     hidden: [P, C]; weight: [V, C]; target_ids: [P] int64. Both results are float32 (float64 for float64 inputs) and
-    differentiable. The logits of both passes are products in `logits_dtype`; a bfloat16 product rounds a logit of 20 by
-    up to 0.06, and a probability in the gradient by as many per cent.
+    differentiable. The logits of the forward pass are products in `logits_dtype`; a bfloat16 product rounds a logit of
+    20 by up to 0.06. The backward pass rounds log-probs to the model's dtype, whatever `logits_dtype` is.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _Head.apply(hidden, weight, target_ids, temperature, logits_dtype)  # type: ignore[no-untyped-call]
     return result
@@ -78,6 +80,11 @@ class _Head(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        """A logit's gradient is grad * [v is the target] - p * pull, with pull = grad + bonus * (log p + entropy).
+
+        Without a bonus `pull` is one number a row. It is then left out of the tile, which holds p - [v is the target],
+        and multiplied into what the two products take and give: one pass over a tile instead of three.
+        """
         hidden, weight, target_ids, log_total, entropy = ctx.saved_tensors
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None, None
@@ -85,29 +92,47 @@ class _Head(torch.autograd.Function):
         grad = torch.zeros_like(log_total) if grad_logprob is None else grad_logprob.to(wide)
         grad = grad / ctx.temperature
         bonus = None if grad_entropy is None else grad_entropy.to(wide) / ctx.temperature
-        rows_P = hidden.to(ctx.product_dtype)
+        factor = -(grad if bonus is None else torch.ones_like(grad)).unsqueeze(1)
+        factored = (hidden * factor).to(hidden.dtype)
+        shifted = _with_columns(hidden, log_total * -ctx.temperature)
         grad_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         grad_weight = torch.empty_like(weight)
-        for slab in _tiles(len(weight), _SLAB_WORDS):
-            words_V = weight[slab].to(ctx.product_dtype)
-            grad_words = torch.zeros(words_V.shape, dtype=wide, device=weight.device)
-            for rows in _tiles(len(hidden), _TILE_ROWS):
-                targets = target_ids[rows] - slab.start
-                grad_logits = hidden.new_empty(len(targets), len(words_V))
-                for words in _tiles(len(words_V), _TILE_WORDS):
-                    tile = _logits(rows_P[rows], words_V[words], ctx.temperature, hidden.dtype)
-                    tile.sub_(log_total[rows].unsqueeze(1))
-                    factor = grad[rows].neg().unsqueeze(1)
-                    if bonus is not None:
-                        factor = factor - bonus[rows].unsqueeze(1) * (tile + entropy[rows].unsqueeze(1))
-                    tile.exp_().mul_(factor)
-                    inside = torch.nonzero((targets >= words.start) & (targets < words.stop)).squeeze(1)
-                    tile[inside, targets[inside] - words.start] += grad[rows][inside]
-                    grad_logits[:, words] = tile
-                grad_hidden[rows] += grad_logits @ weight[slab]
-                grad_words += grad_logits.T @ hidden[rows]
-            grad_weight[slab] = grad_words
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        for words in _tiles(len(weight), _BACKWARD_TILE):
+            words_V = _with_columns(weight[words], None)
+            grad_words = torch.zeros(weight[words].shape, dtype=wide, device=weight.device)
+            for rows in _tiles(len(hidden), _BACKWARD_TILE):
+                tile = torch.nn.functional.linear(shifted[rows], words_V)  # log p
+                if ctx.temperature != 1.0:
+                    tile.div_(ctx.temperature)
+                at = torch.nonzero((target_ids[rows] >= words.start) & (target_ids[rows] < words.stop)).squeeze(1)
+                place = target_ids[rows][at] - words.start
+                if bonus is None:
+                    of_target = tile[at, place].expm1()  # of a likely target p rounds to 1, and p - 1 to nothing
+                    tile.exp_()[at, place] = of_target
+                else:
+                    pull = tile + entropy[rows].unsqueeze(1)  # wide
+                    pull.mul_(bonus[rows].unsqueeze(1)).add_(grad[rows].unsqueeze(1))
+                    pull.mul_(tile.to(wide).exp_())
+                    pull[at, place] -= grad[rows][at]
+                    tile = pull.to(hidden.dtype)
+                grad_hidden[rows] += tile @ weight[words]
+                grad_words += tile.T @ factored[rows]
+            grad_weight[words] = grad_words
+        return grad_hidden.mul_(factor).to(hidden.dtype), grad_weight, None, None, None
+
+
+def _with_columns(matrix: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    """[N, C + 2] of the matrix's dtype; a product of two such adds `added` [N] to each row (None: the other operand).
+
+    So the addition comes before the product's one rounding. Two bfloat16 numbers hold the addend with 16 bits, an error
+    below that of the rounding.
+    """
+    if added is None:
+        high = low = matrix.new_ones(len(matrix))
+    else:
+        high = added.to(matrix.dtype)
+        low = (added - high).to(matrix.dtype)
+    return torch.cat([matrix, high.unsqueeze(1), low.unsqueeze(1)], 1)
 
 
 def _tiles(count: int, size: int) -> list[slice]:

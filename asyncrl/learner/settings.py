@@ -82,7 +82,7 @@ class LearnerSettings:
     dtype: str = "bfloat16"
     """Of the forward and backward pass; masters, moments and sums of gradients are float32 (float64 for float64)."""
     head_dtype: str = "float32"
-    """Of the logits, in both passes: "float32", or "model" for `dtype`, which is faster and rounds 20 by up to 0.06."""
+    """Of the logits behind log-probs: "float32", or "model" for `dtype`, faster, which rounds 20 by up to 0.06."""
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
     threads: int = 0
