@@ -34,12 +34,13 @@ from asyncrl.engines import (
     SamplingSettings,
     VLLMEngine,
 )
-from asyncrl.errors import ConfigError, EngineError, LearnerError, WeightSyncError
+from asyncrl.errors import ConfigError, EngineError, LearnerError, WeightMismatch, WeightSyncError
 from asyncrl.learner.credit import select
 from asyncrl.learner.served import ServedModel
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.types import Completion, FinishReason, TokenIds, TokenSpan, WeightManifest
 from asyncrl.weight_sync import combined_digest, manifest_to_json
+from asyncrl.weight_sync.filesystem import FilesystemPublisher
 from asyncrl.weight_sync.shared_memory import SharedMemoryPublisher
 
 pytestmark = pytest.mark.engine
@@ -468,6 +469,51 @@ def test_what_is_wrong_with_an_update_is_named_and_the_old_version_is_still_serv
         last = await rig.pool.sample(prompt, max_tokens=8, trajectory_id="last")
         assert [span.version for span in last.spans] == [20]
         assert_labels_tell_the_truth(rig, prompt, last)
+
+    run(server, body)
+
+
+def change_last_byte(path: str) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x7e")
+
+
+def test_deltas_in_the_middle_of_completions_and_a_wrong_one_that_is_named(server: Server, tmp_path: Path) -> None:
+    async def body(rig: Rig) -> None:
+        name, prompts = "lm_head.weight", [prompt_of("delta"), prompt_of("another delta")]
+        state, completions, reports = dict(rig.versions[1]), {}, []
+        with FilesystemPublisher(run_id=rig.run_id, directory=tmp_path, delta=True) as publisher:
+
+            def publish(version: int) -> WeightManifest:
+                generator = torch.Generator().manual_seed(version)
+                state[name] = torch.randn(state[name].shape, generator=generator) * 0.1
+                rig.versions[version] = dict(state)
+                return publisher.publish(state, version)
+
+            async def ask() -> None:
+                completions.update(await sample_many(rig.pool, prompts, 600))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await wait_begun(rig.engine, 2)
+                for version in (2, 3, 4):
+                    await wait_sampled(rig.engine, rig.engine.statistics().tokens_sampled + 16)
+                    reports.append(await rig.engine.pull(publish(version)))
+            found = [(report.encoding, report.chain_break) for report in reports]
+            assert found == [("full", "no_copy"), ("delta", ""), ("delta", "")]
+            assert reports[0].num_bytes == sum(tensor.nbytes for tensor in state.values())
+            assert [report.num_bytes for report in reports[1:]] == [state[name].nbytes] * 2, "that tensor, whole"
+            for place, prompt in enumerate(prompts):
+                assert_labels_tell_the_truth(rig, prompt, completions[place])
+            damaged = publish(5)
+            assert damaged.delta is not None
+            change_last_byte(damaged.delta.location)
+            with pytest.raises(WeightMismatch, match=f"engine-0, update of version 5: {name}") as caught:
+                await rig.engine.pull(damaged)
+            assert caught.value.tensor == name
+            report = await rig.engine.pull(damaged)
+            assert (report.encoding, report.chain_break) == ("full", "mismatch")
 
     run(server, body)
 
