@@ -135,16 +135,7 @@ def bench_learner(bench: LearnerBench, *, say: Callable[[str], None]) -> Report:
         "step": step,
         "numbers": numbers,
         "ratios": ratios,
-        "goals": [
-            {
-                "name": goal.name,
-                "value": ratios[goal.name],
-                "limit": goal.limit,
-                "is_least": goal.is_least,
-                "met": goal.met(ratios[goal.name]),
-            }
-            for goal in GOALS
-        ],
+        "goals": [goal.report(ratios[goal.name]) for goal in GOALS],
     }
 
 

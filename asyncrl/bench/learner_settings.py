@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.bench.goals import Goal
 from asyncrl.errors import ConfigError
 
 
@@ -57,22 +58,6 @@ class LearnerBench:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= {least}, got {getattr(self, name)}")
         if self.longest < self.shortest:
             raise ConfigError(f"--longest must be >= --shortest ({self.shortest} tokens), got {self.longest}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """A figure that the project promises."""
-
-    name: str
-    """Its key in the report's `ratios`."""
-    words: str
-    limit: float
-    is_least: bool
-    """True: the figure must be at least the limit; False: at most."""
-
-    def met(self, value: float) -> bool:
-        """Whether `value` keeps the promise."""
-        return value >= self.limit if self.is_least else value <= self.limit
 
 
 GOALS = (

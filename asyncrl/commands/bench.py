@@ -4,6 +4,7 @@ asyncrl bench step --json step.json       seconds per optimizer step against TRL
 asyncrl bench step --without-trl
 asyncrl bench async --json async.json     optimizer steps per hour, asynchronous against synchronous
 asyncrl bench learner --json learner.json what one forward and backward pass costs, against plain transformers
+asyncrl bench weight-sync --json sync.json what new weights cost engines that generate, against a reload from disk
 asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
 asyncrl bench sandbox --json sandbox.json what sandboxes, forks and verdicts cost, against plain processes
 """
@@ -14,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ from asyncrl.bench.loop import bench_loop
 from asyncrl.bench.sandbox import bench_sandbox
 from asyncrl.bench.sandbox import table as sandbox_table
 from asyncrl.bench.step import bench_step
+from asyncrl.bench.weight_sync import bench_weight_sync
+from asyncrl.bench.weight_sync import tables as weight_sync_tables
+from asyncrl.bench.weight_sync_scene import WeightSyncBench
 from asyncrl.commands.arguments import add_sandbox_arguments, sandbox_settings_of
 from asyncrl.errors import ConfigError
 
@@ -79,6 +84,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             learner.add_argument(flag, type=int, default=option.default, metavar="N", help=f"default {option.default}")
     learner.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     learner.set_defaults(command=_learner)
+    sync = benches.add_parser(
+        "weight-sync",
+        help="new weights into engines that generate: standstill, throughput, bytes, against a reload from disk",
+        description="The keys of the JSON file are listed in asyncrl/bench/weight_sync.py. Takes about eight minutes.",
+    )
+    sync.add_argument("--model", type=Path, default=_MODEL, help=f"a model directory (default: {_MODEL})")
+    sync.add_argument("--engines", type=int, nargs="+", default=[1, 2], metavar="N", help="at once (default: 1 2)")
+    sizes = {option.name: option.default for option in fields(WeightSyncBench)}
+    for name, words in (
+        ("requests", "completions that run all the time, over all engines"),
+        ("tokens", "of a completion, about"),
+        ("seconds", "of one window"),
+        ("rounds", "of windows without syncs, with whole versions, and with deltas"),
+        ("threads", "of each engine; 0 shares out the cores"),
+    ):
+        words = f"{words} (default: {sizes[name]})"
+        sync.add_argument(f"--{name}", type=int, default=sizes[name], metavar="N", help=words)
+    sync.add_argument(
+        "--learning-rate",
+        type=float,
+        default=1e-5,
+        metavar="R",
+        help="how far a step moves every weight, which decides how many a delta holds (default: 1e-5)",
+    )
+    sync.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    sync.set_defaults(command=_weight_sync)
     buffer = benches.add_parser("buffer", help="buffer, journal and loop: what they cost, and whether memory grows")
     buffer.add_argument(
         "--trajectories",
@@ -154,15 +185,37 @@ def _show_rate(run: BoundRate) -> None:
 def _learner(arguments: argparse.Namespace) -> int:
     sizes = {option.name: getattr(arguments, option.name) for option in fields(LearnerBench)}
     _check_json(arguments.json)
+    report = bench_learner(LearnerBench(**sizes), say=_timed_say())
+    Console().print(learner_table(report))
+    _write(arguments.json, report)
+    return 0
+
+
+def _weight_sync(arguments: argparse.Namespace) -> int:
+    _check_json(arguments.json)
+    bench = WeightSyncBench(
+        model=arguments.model,
+        engines=tuple(arguments.engines),
+        requests=arguments.requests,
+        tokens=arguments.tokens,
+        seconds=arguments.seconds,
+        rounds=arguments.rounds,
+        learning_rate=arguments.learning_rate,
+        threads=arguments.threads,
+    )
+    report = bench_weight_sync(bench, say=_timed_say())
+    Console().print(*weight_sync_tables(report))
+    _write(arguments.json, report)
+    return 0
+
+
+def _timed_say() -> Callable[[str], None]:
     start = time.monotonic()
 
     def say(words: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {words}", file=sys.stderr, flush=True)
 
-    report = bench_learner(LearnerBench(**sizes), say=say)
-    Console().print(learner_table(report))
-    _write(arguments.json, report)
-    return 0
+    return say
 
 
 def _buffer(arguments: argparse.Namespace) -> int:
