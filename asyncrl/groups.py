@@ -92,7 +92,7 @@ class GroupRollouts:
 
     @property
     def reusable(self) -> Mapping[int, int]:
-        """group id -> steps that trained on it, of groups that one more step may use."""
+        """group id -> steps that trained on it, of groups that were used less often than they may be."""
         return {group_id: uses for group_id, uses in self._buffer.reusable.items() if group_id in self._trained}
 
     @property

@@ -71,6 +71,8 @@ class Resumption:
     """Tasks to draw again, the first drawn first."""
     dropped: Mapping[int, str] = field(default_factory=dict)
     """group id -> reason, of groups that were under way and are not kept."""
+    num_expired_uses: int = 0
+    """Groups that waited for a further use, and that are too old for it."""
     num_lost_uses: int = 0
     """Groups that waited for a further use, and of which too little is left for it."""
     next_group_id: int = 0
@@ -110,7 +112,8 @@ def plan_resumption(
         else:
             redraw[draw.draw_id] = draw
             dropped |= {attempt.group_id: kept for attempt in live[-1:]}
-    reused, num_lost_uses = _reused(state.get("reusable", {}), line, version, history, settings, lost_line)
+    waiting = _waiting_for_a_use(state.get("reusable", {}), line, version, history, lost_line)
+    reused = [kept for kept in waiting if kept.oldest_version + settings.max_off_policyness >= version]
     candidates.sort(key=lambda kept: kept.group_id)
     scheduled = _schedule(candidates, version, settings, num_slots=settings.num_slots - len(reused))
     in_time = {kept.group_id for kept in scheduled}
@@ -126,31 +129,31 @@ def plan_resumption(
         kept=sorted([*reused, *scheduled], key=lambda kept: kept.group_id),
         redraw=[redraw[draw_id] for draw_id in sorted(redraw)],
         dropped=dropped,
-        num_lost_uses=num_lost_uses,
+        num_expired_uses=len(waiting) - len(reused),
+        num_lost_uses=len(state.get("reusable", {})) - len(waiting),
         next_group_id=max(state.get("next_group_id", 0), history.next_group_id),
     )
 
 
-def _reused(
+def _waiting_for_a_use(
     uses: Mapping[str, int],
     line: Mapping[PolicyVersion, str],
     version: PolicyVersion,
     history: RunHistory,
-    settings: BufferSettings,
     lost_line: LostLine,
-) -> tuple[list[KeptGroup], int]:
-    """Return the groups that wait for a further use, and how many more there were.
+) -> list[KeptGroup]:
+    """Return the groups that were trained on and wait for a further use, those of which nothing is left not.
 
     Steps that used them after the checkpoint are taken again. They held their slots when it was written, beside the
     groups that were open then, so that all of these have room now.
     """
-    reused: list[KeptGroup] = []
+    waiting: list[KeptGroup] = []
     for group_id, num_steps in uses.items():
         attempt = history.attempts.get(int(group_id))
         kept = _keep(attempt, line, version, history.resumes, lost_line) if attempt and attempt.finished else LOST
-        if isinstance(kept, KeptGroup) and kept.oldest_version + settings.max_off_policyness >= version:
-            reused.append(replace(kept, uses=num_steps))
-    return reused, len(uses) - len(reused)
+        if isinstance(kept, KeptGroup):
+            waiting.append(replace(kept, uses=num_steps))
+    return waiting
 
 
 def _keep(

@@ -33,6 +33,7 @@ def go_on(
         return plan
     journal.note_weights(plan.weights, forget_before=plan.version - settings.max_off_policyness)
     again = replay(plan.history, environment, ledger, status, settings, version=plan.version)
+    status.expired_reuse += plan.num_expired_uses
     status.lost_reuse += plan.num_lost_uses
     resumed = Resumed(version=plan.version, weights=plan.weights.get(plan.version, ""))
     journal.append_nowait(Kind.RESUMED, resumed)

@@ -179,9 +179,12 @@ class GroupBuffer:
 
     @property
     def reusable(self) -> Mapping[int, int]:
-        """group id -> steps that trained on it, of groups that one more step may use."""
+        """group id -> steps that trained on it, of groups that hold a slot and were used less often than they may be.
+
+        Among them are those that leave with the next pull, because once more would break the bound.
+        """
         trained = {**self._reusable, **self._unpulled}
-        return {group_id: entry.uses for group_id, entry in trained.items() if self._may_be_reused(entry)}
+        return {group_id: entry.uses for group_id, entry in trained.items() if entry.uses < self._max_uses}
 
     def is_first_use(self, group_id: int) -> bool:
         """Tell whether the step under way is the first to train on one of its groups."""

@@ -165,6 +165,25 @@ def test_groups_are_used_as_often_as_without_an_interruption(tmp_path: Path, los
     assert whole.status.expired_reuse == 0
 
 
+def test_a_further_use_that_would_break_the_bound_is_counted_as_expired(tmp_path: Path) -> None:
+    """A checkpoint may be written while the engines have yet to pull; what leaves with that pull waits until then."""
+    assert _run_until_killed(tmp_path, 20.0, buffer=_REUSE)
+    checkpoint = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
+    assert checkpoint is not None
+    waiting = len(checkpoint.state["reusable"])
+    history = read_history(tmp_path / "journal", run_id="test", state=checkpoint.state)
+    plans = [
+        plan_resumption(checkpoint.state, checkpoint.version + later, history, settings=_REUSE) for later in (0, 6)
+    ]
+    assert [sum(kept.uses > 0 for kept in plan.kept) + plan.num_expired_uses for plan in plans] == [waiting] * 2
+    assert plans[1].num_expired_uses == waiting > 0
+    assert [plan.num_lost_uses for plan in plans] == [0, 0]
+    tight = replace(_REUSE, max_off_policyness=1)
+    expired = plan_resumption(checkpoint.state, checkpoint.version, history, settings=tight).num_expired_uses
+    with opened(tmp_path, buffer=tight) as simulation:
+        assert simulation.status.expired_reuse == checkpoint.state["counters"]["expired_reuse"] + expired > 0
+
+
 def test_a_further_use_whose_record_is_gone_is_counted(tmp_path: Path) -> None:
     assert _run_until_killed(tmp_path, 20.0, buffer=_REUSE)
     checkpoint = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
