@@ -44,18 +44,19 @@ def pack_tied(model: torch.nn.Module) -> None:
     """Let every layer that borrows another's parameter, as a tied output head does, prepare its kernel anew.
 
     The lender alone is loaded. What the borrower has packed from the old values for a CPU kernel, vLLM 0.32 leaves as
-    it was, so that the head would stay at the first version for ever.
+    it was, so that the head would stay at the first version for ever. Other devices read the shared tensor itself, and
+    must not be made to prepare it twice.
     """
-    for layer in _borrowers(model):
+    for layer, parameter in _borrowers(model):
         method = getattr(layer, "quant_method", None)
-        if method is not None:
+        if method is not None and parameter.device.type == "cpu":
             method.process_weights_after_loading(layer)
 
 
-def _borrowers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _borrowers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Parameter]]:
     lenders: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         for parameter in layer.parameters(recurse=False):
             if lenders.setdefault(id(parameter), layer) is not layer:
-                yield layer
+                yield layer, parameter
                 break
