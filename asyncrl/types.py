@@ -284,6 +284,9 @@ class WeightManifest:
     """Over the tensors' digests, in order."""
     verification: Verification = Verification.DIGEST
     """What the tensors' digests are."""
+    adapter_scale: float | None = None
+    """Where the tensors are the factors of a LoRA adapter, what their product is multiplied by (alpha / r) before it is
+    added to the weights that the engine was started with; None where the tensors are the weights."""
     deltas: bool = False
     """Later versions come with deltas: an engine that keeps a copy of this one can take them."""
     delta: WeightDelta | None = None

@@ -130,8 +130,9 @@ def test_parts_that_make_no_sense_are_refused_with_the_tensors_name() -> None:
     beyond.data(positions)[:4] = (100_000).to_bytes(4, "little")
     refused(delta, beyond)
     masked, mask_data = encode(*bf16(100_000, 9000))
-    mask_data.raw[0] ^= 1
-    refused(masked, mask_data)
+    for bits in (0x00, 0xFF):  # fewer places than values, and more
+        mask_data.raw[:64] = bytes([bits]) * 64
+        refused(masked, mask_data)
 
 
 def test_a_part_of_a_tensor_that_is_not_there_is_refused() -> None:

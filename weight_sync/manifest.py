@@ -60,6 +60,7 @@ def manifest_to_json(manifest: WeightManifest) -> dict[str, Any]:
         "digest": manifest.digest,
         "verification": manifest.verification.value,
         "tensors": _entries_to_json(manifest.tensors),
+        "adapter_scale": manifest.adapter_scale,
         "deltas": manifest.deltas,
         "delta": delta
         and {
@@ -107,6 +108,7 @@ def manifest_from_json(data: Mapping[str, Any], source: str = "the manifest") ->
             tensors=_entries_from_json(data["tensors"]),
             digest=str(data["digest"]),
             verification=Verification(data["verification"]),
+            adapter_scale=None if data["adapter_scale"] is None else float(data["adapter_scale"]),
             deltas=bool(data["deltas"]),
             delta=delta
             and WeightDelta(

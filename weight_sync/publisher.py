@@ -77,14 +77,20 @@ class FilePublisher:
         return self.directory / f"{PREFIX}{self.run_id}{LOCK_SUFFIX}"
 
     def publish(
-        self, tensors: Mapping[str, Any], version: PolicyVersion, *, keep: Collection[PolicyVersion] = ()
+        self,
+        tensors: Mapping[str, Any],
+        version: PolicyVersion,
+        *,
+        keep: Collection[PolicyVersion] = (),
+        adapter_scale: float | None = None,
     ) -> WeightManifest:
         """Write `tensors` (name -> torch.Tensor) and return the manifest.
 
         Of what was published before one version stays: the one in `keep`, which is being read, or else the last.
         One copy of the weights is made, in the file; a tensor that is not contiguous, not in host memory or of another
         dtype is copied on its own first, and one that is sharded is gathered on its own. The ranks that hold its other
-        shards call `sharded.take_part` with the same tensors at the same time.
+        shards call `sharded.take_part` with the same tensors at the same time. With an `adapter_scale` (alpha / r of
+        LoRA) the tensors are the factors of an adapter alone, named as PEFT names them (`adapters`).
         Raises: WeightSyncError if the version does not grow, a dtype cannot be sent, or there is no room.
         """
         if self._lock is None:
@@ -117,6 +123,7 @@ class FilePublisher:
                 tensors=entries,
                 digest=combined_digest(entries),
                 verification=self._verification,
+                adapter_scale=adapter_scale,
                 deltas=self._delta,
             )
             if self._delta and self._published:

@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.types import WeightManifest
+from asyncrl.weight_sync.adapters import check_adapter
 from asyncrl.weight_sync.manifest import manifest_from_json
 from asyncrl.weight_sync.names import check_names, checkpoint_shapes
 from asyncrl.weight_sync.reader import Reader
@@ -117,11 +118,12 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             )
         if self._version is not None and manifest.version < self._version:
             raise WeightSyncError(f"version {manifest.version} was sent to an engine that holds {self._version}")
-        check_names(
-            manifest,
-            checkpoint_shapes(self.model_config.model),
-            tied_embeddings=bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)),
-        )
+        expected = checkpoint_shapes(self.model_config.model)
+        if manifest.adapter_scale is not None:
+            check_adapter(manifest, expected)
+        else:
+            tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+            check_names(manifest, expected, tied_embeddings=tied)
         if not (self._staged and self._can_stage):
             self._shadow = None
         elif self._shadow is None:

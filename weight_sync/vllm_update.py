@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import TensorEntry, WeightManifest
+from asyncrl.weight_sync.adapters import Merged, Plain
 from asyncrl.weight_sync.reader import Reader, Version
 from asyncrl.weight_sync.vllm_loading import load_in_place
 from asyncrl.weight_sync.vllm_staging import Shadow
@@ -37,6 +37,7 @@ class Update:
         self._reader = reader
         self._opened = ExitStack()
         self._version: Version | None = None
+        self._content: Plain | Merged = Plain((), lambda entry: torch.empty(0))
         self._seconds = {"read": 0.0, "load": 0.0}
         self._work: Future[None] | None = None
         self._num_loaded = 0
@@ -65,7 +66,7 @@ class Update:
         if self._shadow is not None:
             self._shadow.exchange()
         else:
-            load_in_place(self._model, self._model_config, self._tensors(self.manifest.tensors))
+            load_in_place(self._model, self._model_config, self._content.tensors(0, len(self._content)))
         self._seconds["commit"] = time.perf_counter() - started
         self._opened.close()
 
@@ -100,25 +101,32 @@ class Update:
     def _run(self, num_tensors: int) -> None:
         started = time.perf_counter()
         if self._version is None:
-            self._version = self._opened.enter_context(self._reader.open(self.manifest))
+            self._content = self._open()
             self._seconds["read"] = time.perf_counter() - started
             started = time.perf_counter()
-        piece = self.manifest.tensors[self._num_loaded : num_tensors]
-        if self._shadow is not None and piece:
+        total, asked = len(self._content), len(self.manifest.tensors)
+        end = total if num_tensors >= asked else total * num_tensors // asked
+        if self._shadow is not None and end > self._num_loaded:
             if self._num_loaded == 0:
                 self._shadow.begin()
-            self._shadow.load(self._tensors(piece))
-        self._num_loaded += len(piece)
-        if self._num_loaded == len(self.manifest.tensors):
+            self._shadow.load(self._content.tensors(self._num_loaded, end))
+        self._num_loaded = max(end, self._num_loaded)
+        if self._num_loaded == total:
             if self._shadow is not None:
                 self._shadow.seal()
             self._is_whole = True
         self._seconds["load"] += time.perf_counter() - started
 
-    def _tensors(self, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self._version is not None
-        for entry in entries:
-            yield entry.name, _tensor(self._version.data(entry), entry)
+    def _open(self) -> Plain | Merged:
+        """Read and verify the version, and return what is loaded of it."""
+        version = self._version = self._opened.enter_context(self._reader.open(self.manifest))
+
+        def tensor(entry: TensorEntry) -> torch.Tensor:
+            return _tensor(version.data(entry), entry)
+
+        if self.manifest.adapter_scale is None:
+            return Plain(self.manifest.tensors, tensor)
+        return Merged(self._model_config.model, self.manifest, tensor)
 
 
 def _tensor(data: memoryview, entry: TensorEntry) -> torch.Tensor:
