@@ -10,7 +10,7 @@ import trio
 
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config
-from asyncrl.engines import EnginePool, EngineSettings, StartServer, VLLMEngine, command, free_port
+from asyncrl.engines import Canary, EnginePool, EngineSettings, StartServer, VLLMEngine, command, free_port
 from asyncrl.errors import EngineError
 from asyncrl.protocols import SyncReport
 from asyncrl.run_directory import RunDirectory
@@ -49,7 +49,9 @@ class NoEngines:
         return ()
 
 
-def make_pool(config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion) -> EnginePool:
+def make_pool(
+    config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion, canary: Canary | None = None
+) -> EnginePool:
     """Return the clients of all engines; nothing is started, and nobody is asked, before the pool's `serve`."""
     urls = config.engine.urls or ("",) * config.engine.count
     return EnginePool(
@@ -62,6 +64,7 @@ def make_pool(config: Config, renderer: ChatRenderer, run_id: str, version: Poli
                 end_token_ids=sorted(renderer.end_token_ids),
                 run_id=run_id,
                 version=version,
+                canary=canary,
             )
             for index, url in enumerate(urls)
         ],

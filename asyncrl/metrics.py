@@ -209,6 +209,11 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStatistics], float]], ...]
 )
 
 _ENGINE_COUNTERS: tuple[tuple[str, str, Callable[[EngineStatistics], float]], ...] = (
+    (
+        "asyncrl_engine_tokens_unverified",
+        "Tokens not kept: sampled under weights that were found to be wrong.",
+        lambda e: e.tokens_unverified,
+    ),
     ("asyncrl_engine_quarantines", "Times that it took other weights than were sent.", lambda e: e.quarantines),
     ("asyncrl_engine_restarts", "Times that its server was started again.", lambda e: e.restarts),
     ("asyncrl_engine_tokens_sampled", "Tokens that have arrived from it.", lambda e: e.tokens_sampled),
@@ -230,6 +235,14 @@ class EngineCollector(Collector):
             for name, help_text, read in table:
                 values = {engine.name: float(read(engine)) for engine in pool.engines}
                 yield _labelled(family, name, help_text, "engine", values)
+        distances = {engine.name: d for engine in pool.engines if (d := engine.canary_distance) is not None}
+        yield _labelled(
+            GaugeMetricFamily,
+            "asyncrl_engine_canary_distance_nats",
+            "Between the engine's and the learner's log-probs of a text, a token, after the last sync.",
+            "engine",
+            distances,
+        )
         yield GaugeMetricFamily(
             "asyncrl_requests_waiting",
             "Requests that wait for a place, an engine, or the end of a sync.",

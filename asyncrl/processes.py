@@ -27,7 +27,7 @@ from asyncrl.children import Child, start_child
 from asyncrl.configs import Config, to_table
 from asyncrl.curriculum import with_curriculum
 from asyncrl.engine_processes import NoEngines, engine_starts, make_pool
-from asyncrl.engines import EnginePool
+from asyncrl.engines import Canary, EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
@@ -51,6 +51,8 @@ class LearnerProcess:
         self._stream = stream
         self._child = child
         self._publish_timeout_s = publish_timeout_s
+        self.canary_logprobs: Sequence[float] = ()
+        """What it makes of the canary's text under the weights that it began with."""
         self._turn = trio.Lock()
 
     async def wait_ready(self, version: PolicyVersion) -> None:
@@ -58,6 +60,7 @@ class LearnerProcess:
         hello: wire.Hello = await self._receive(wire.Hello)
         if hello.version != version:
             raise LearnerError(f"the learner began at version {hello.version} and the checkpoint is at {version}")
+        self.canary_logprobs = hello.canary_logprobs
 
     async def step(self, groups: Sequence[Group]) -> StepResult:
         """See `protocols.Learner`."""
@@ -151,9 +154,10 @@ async def open_parts(
         )
         environment = with_latency(environment, config.environment.latency, seed=config.run.seed)
         say("starting the engine and the learner" if config.samples else "starting the learner")
-        pool = make_pool(config, renderer, run_id, version) if config.samples else NoEngines()
+        canary = Canary.of(renderer) if config.samples and config.weight_sync.canary else None
+        pool = make_pool(config, renderer, run_id, version, canary) if config.samples else NoEngines()
         stack.push_async_callback(pool.aclose)
-        learner = await _start_learner(config, directory, checkpoint, run_id, stack, children)
+        learner = await _start_learner(config, directory, checkpoint, run_id, canary, stack, children)
         async with _watched(children), trio.open_nursery() as services:
             async with trio.open_nursery() as starting:
                 starts = engine_starts(config, directory, model, version)
@@ -161,6 +165,8 @@ async def open_parts(
                 starting.start_soon(learner.wait_ready, version)
             if config.samples and config.engine.urls:  # servers that ran before hold whatever they held
                 await pool.pull_all(await learner.publish())
+            if canary is not None and isinstance(pool, EnginePool):
+                await pool.learn_canary(canary, learner.canary_logprobs)
             queues: dict[str, Queue] = {"sandboxes": sandboxes}
             if isinstance(pool, EnginePool):
                 queues = {"engines": pool, **queues}
@@ -241,6 +247,7 @@ async def _start_learner(
     directory: RunDirectory,
     checkpoint: Checkpoint | None,
     run_id: str,
+    canary: Canary | None,
     stack: AsyncExitStack,
     children: dict[Child, type[BoundaryError]],
 ) -> LearnerProcess:
@@ -252,6 +259,7 @@ async def _start_learner(
         "seed": config.run.seed,
         "temperature": config.sampling.temperature,
         "max_off_policyness": config.buffer.max_off_policyness,
+        "canary": list(canary.token_ids) if canary else [],
         "weight_sync": to_table(config.weight_sync),
         "learner": to_table(config.learner),
     }

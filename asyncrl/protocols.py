@@ -421,6 +421,8 @@ class SyncReport:
     """By phase: pause, start, update, finish, resume, ..."""
     stall_seconds: float
     """In which the engine produced no token."""
+    canary_distance: float | None = None
+    """Nats a token between the engine's log-probs of the canary's text and the learner's; None without a canary."""
     encoding: str = "full"
     """"delta" where it read only what differs from the version it held."""
     chain_break: str = ""

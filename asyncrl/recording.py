@@ -180,6 +180,7 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
         "weight_sync_bytes": dict(status.weight_sync_bytes),
         "weight_sync_chain_breaks": dict(status.weight_sync_chain_breaks),
         "versions_superseded": status.versions_superseded,
+        "last_sync": dict(status.last_sync),
         "generation_stall_seconds": status.generation_stall_seconds,
         "requests_moved": status.requests_moved,
         "tokens_carried": status.tokens_carried,

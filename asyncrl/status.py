@@ -65,7 +65,8 @@ class RunStatus:
     versions_superseded: int = 0
     """Published versions that no engine pulled: a newer one came first."""
     last_sync: Mapping[str, float] = field(default_factory=dict)
-    """Of the last version that reached the engines: seconds from the end of its step, stall_seconds, bytes."""
+    """Of the last version that reached the engines: seconds from the end of its step, stall_seconds, bytes, and with a
+    canary the largest canary_distance of an engine."""
     generation_stall_seconds: float = 0.0
     learner_idle_seconds: dict[str, float] = field(default_factory=dict)
     """cause -> seconds; the causes are `asyncrl.idle.LEARNER_CAUSES`."""

@@ -112,11 +112,14 @@ class WeightSyncs:
         self._status.versions_superseded += superseded
         self._status.count_sync(reports)
         if reports:
-            sync = {
+            sync: dict[str, float] = {
                 "seconds": seconds,
                 "stall_seconds": max(report.stall_seconds for report in reports),
                 "bytes": sum(report.num_bytes for report in reports),
             }
+            distances = [report.canary_distance for report in reports if report.canary_distance is not None]
+            if distances:
+                sync["canary_distance"] = max(distances)
             self._status.last_sync = sync
             self._ended.append(sync)
 
@@ -128,6 +131,8 @@ class WeightSyncs:
         figures: dict[str, float] = {"syncs": len(ended), "sync_bytes": sum(sync["bytes"] for sync in ended)}
         if ended:
             figures |= {f"sync_{name}": fmean(sync[name] for sync in ended) for name in ("seconds", "stall_seconds")}
+        if heard := [sync["canary_distance"] for sync in ended if "canary_distance" in sync]:
+            figures["canary_distance"] = max(heard)
         return figures
 
 

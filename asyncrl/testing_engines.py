@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import trio
@@ -62,6 +62,8 @@ class FakeServer:
         """Whether a version's file is still there."""
         self.mismatches: Callable[[WeightManifest], str] = lambda manifest: ""
         """The tensor of a version that is another than was published, if any: it then serves what it held."""
+        self.canary: Sequence[float] = ()
+        """What it makes of the canary's text."""
         self.pull_s = rates.sync_s
         """How long a pull takes."""
         self.starts: list[tuple[int, bool]] = []
@@ -250,6 +252,11 @@ class FakeServer:
             seconds={"update": self.pull_s},
             stall_seconds=self.pull_s,
         )
+
+    async def canary_logprobs(self) -> Sequence[float]:
+        """See `engines.Engine`."""
+        await self._pass(self._rates.token_s)
+        return self.canary
 
     def withdraw(self, reason: str) -> None:
         """See `engines.Engine`."""

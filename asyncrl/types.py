@@ -291,6 +291,9 @@ class WeightManifest:
     """Later versions come with deltas: an engine that keeps a copy of this one can take them."""
     delta: WeightDelta | None = None
     """What differs from the version before; None for the first one, and where it would be no smaller."""
+    canary_logprobs: tuple[float, ...] = ()
+    """What the learner makes of the canary's text under these weights (`asyncrl.engines.canary`); empty without one. It
+    goes no further than the orchestrator."""
 
     @property
     def num_bytes(self) -> int:

@@ -31,6 +31,8 @@ class Hello(Message, frozen=True, kw_only=True):
     version: PolicyVersion
     num_parameters: int
     vocab_size: int
+    canary_logprobs: tuple[float, ...] = ()
+    """Under the weights that it begins with; see `WeightManifest`."""
 
 
 class StepRequest(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from asyncrl.engines import (
+    Canary,
     Draft,
     EngineSettings,
     KVOnSync,
@@ -77,10 +78,11 @@ async def _serve(script: Script, stream: trio.SocketStream) -> None:
                 path = head.split()[1].decode()
                 script.asked.append((path, json.loads(body) if body else {}))
                 status, answer = script.answer(path.partition("?")[0])
+                hold = script.hold  # now: what it is may go by the path
                 length = f"Content-Length: {len(answer) + 1}\r\n" if script.dies else ""
                 await stream.send_all(f"HTTP/1.1 {status} X\r\nConnection: close\r\n{length}\r\n".encode())
-                if script.hold is not None and "generate" in path:
-                    await script.hold.wait()
+                if hold is not None and "generate" in path:
+                    await hold.wait()
                 await stream.send_all(answer)
                 await stream.aclose()
                 return
@@ -89,15 +91,14 @@ async def _serve(script: Script, stream: trio.SocketStream) -> None:
 
 
 @asynccontextmanager
-async def scripted(script: Script, **changes: Any) -> AsyncIterator[VLLMEngine]:
+async def scripted(script: Script, canary: Canary | None = None, **changes: Any) -> AsyncIterator[VLLMEngine]:
     """Yield a client of a server that answers by the script."""
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio.serve_tcp, partial(_serve, script), 0, host="127.0.0.1"))
         port = listeners[0].socket.getsockname()[1]
         settings = EngineSettings(max_model_len=64, **{"max_num_seqs": 2, **changes})
-        async with VLLMEngine(
-            "engine-0", f"http://127.0.0.1:{port}", settings, SamplingSettings(), end_token_ids=(2,)
-        ) as engine:
+        url, sampling = f"http://127.0.0.1:{port}", SamplingSettings()
+        async with VLLMEngine("engine-0", url, settings, sampling, end_token_ids=(2,), canary=canary) as engine:
             yield engine
         nursery.cancel_scope.cancel()
 

@@ -26,6 +26,7 @@ from tiny_model import state_of
 
 from asyncrl.engine_processes import ServerProcess, start_server
 from asyncrl.engines import (
+    Canary,
     Draft,
     EnginePool,
     EngineSettings,
@@ -96,11 +97,11 @@ def run(server: Server, body: Callable[[Rig], Awaitable[None]], *, limit_s: floa
 
 
 @asynccontextmanager
-async def rig(server: Server, **changes: Any) -> Any:
+async def rig(server: Server, canary: Canary | None = None, **changes: Any) -> Any:
     run_id = f"test-{uuid.uuid4().hex[:8]}"
     settings = replace(SETTINGS, **changes)
     async with VLLMEngine(
-        "engine-0", server.url, settings, SamplingSettings(), end_token_ids=(), run_id=run_id
+        "engine-0", server.url, settings, SamplingSettings(), end_token_ids=(), run_id=run_id, canary=canary
     ) as engine:
         with SharedMemoryPublisher(run_id=run_id) as publisher:
             await healthy(server, engine)
@@ -516,6 +517,67 @@ def test_deltas_in_the_middle_of_completions_and_a_wrong_one_that_is_named(serve
             assert (report.encoding, report.chain_break) == ("full", "mismatch")
 
     run(server, body)
+
+
+def told(rig: Rig, canary: Canary, version: int) -> tuple[float, ...]:
+    """Return what a learner with a version's weights makes of the canary."""
+    tokens = torch.tensor(list(canary.token_ids))
+    with torch.no_grad():
+        every = torch.log_softmax(
+            model_of(rig.directory, rig.versions[version])(tokens[None]).logits[0, :-1].float(), -1
+        )
+    return tuple(every.gather(1, tokens[1:, None])[:, 0].tolist())
+
+
+def test_exchanged_layers_that_no_digest_shows_are_caught_by_the_canary_and_nothing_they_sampled_is_kept(
+    server: Server,
+) -> None:
+    """Under running requests, which end with the weights of the next version. Kills: a canary that reads cached blocks
+    of another version, or waits for a place.
+    """
+    canary = Canary(TokenIds(range(40, 72)))
+
+    async def body(rig: Rig) -> None:
+        canary.learn({"engine-0": canary.distance(await rig.engine.canary_logprobs(), told(rig, canary, 1))})
+        assert canary.tolerance == 0.05, "float32 on both sides"
+        drafts = [Draft(prompt_of(f"on {n} " + "." * n), max_tokens=900, trajectory_id="t") for n in range(8)]
+
+        async def ask(draft: Draft) -> None:
+            while not draft.is_whole:
+                try:
+                    await rig.engine.generate(draft)
+                except EngineError:
+                    draft.moved_at.append(len(draft.token_ids))
+                    await mended.wait()
+
+        mended = trio.Event()
+        async with trio.open_nursery() as nursery:
+            for draft in drafts:
+                nursery.start_soon(ask, draft)
+            await wait_begun(rig.engine, 8)
+            manifest = rig.publish(2)
+            report = await rig.engine.pull(replace(manifest, canary_logprobs=told(rig, canary, 2)))
+            assert report.canary_distance is not None
+            assert report.canary_distance < TOLERANCE
+
+            good = perturbed(state_of(rig.directory), seed=3)
+            first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
+            manifest = rig.publish(3, {**good, first: good[second], second: good[first]})
+            rig.versions[3] = good
+            for _ in range(2):  # sent once more it is what it was
+                with pytest.raises(WeightMismatch, match=r"engine-0, canary of version 3: .* nats a token"):
+                    await rig.engine.pull(replace(manifest, canary_logprobs=told(rig, canary, 3)))
+                assert "canary of version 3" in rig.engine.broken
+            manifest = rig.publish(4)
+            await rig.engine.pull(replace(manifest, canary_logprobs=told(rig, canary, 4)))
+            assert rig.engine.broken == ""
+            mended.set()
+        assert any(draft.moved_at for draft in drafts)
+        for draft in drafts:
+            assert {span.version for span in draft.spans} <= {1, 2, 4}
+            assert_labels_tell_the_truth(rig, draft.prompt, draft.completion())
+
+    run(server, body, canary=canary)
 
 
 def test_a_paused_engine_survives_requests_that_are_given_up(server: Server) -> None:

@@ -38,6 +38,7 @@ def write_job(directory: Path, model: Path) -> Path:
         "resume_from": "",
         "temperature": 1.0,
         "max_off_policyness": 0,
+        "canary": [5, 6, 7, 8],
         "weight_sync": {"transport": "filesystem", "directory": str(directory / "published")},
         "learner": {"loss": "dapo", "learning_rate": 1e-3, "threads": 1},
     }
@@ -73,11 +74,15 @@ def test_a_process_steps_publishes_saves_and_leaves_nothing_behind(model_path: P
         hello = wire.receive(stream, wire.Reply)
         assert isinstance(hello, wire.Hello)
         assert (hello.version, hello.vocab_size) == (0, 384)
+        assert len(hello.canary_logprobs) == 3
+        assert max(hello.canary_logprobs) < 0
         result = ask(stream, wire.StepRequest(groups=random_groups(1))).result
         assert result.version == 1
         assert result.stepped
         manifest = ask(stream, wire.PublishRequest()).manifest
         assert manifest.version == 1
+        assert len(manifest.canary_logprobs) == 3
+        assert manifest.canary_logprobs != hello.canary_logprobs, "of the weights that are published"
         assert Path(manifest.location).is_file()
         names = [entry.name for entry in manifest.tensors]
         assert "model.embed_tokens.weight" in names

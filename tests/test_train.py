@@ -190,6 +190,7 @@ def test_a_run_trains_measures_checkpoints_and_goes_on_until_its_tasks_end(
     summary = json.loads(directory.summary.read_text())
     assert summary["steps"] == summary["policy_version"] == 3
     assert summary["weight_syncs"] == summary["weight_syncs_verified"] == 3 - summary["versions_superseded"] > 0
+    assert 0 <= summary["last_sync"]["canary_distance"] < 0.5
     assert summary["max_staleness_trained"] <= 1
     assert 0 < summary["tokens_trained"] <= summary["tokens_generated"]
     assert summary["eval"]["tasks"] == 2

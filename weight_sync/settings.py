@@ -23,6 +23,9 @@ class WeightSyncSettings:
     """Publish, beside each version, what differs from the one before; engines that hold that one read no more."""
     verify: Verification = Verification.DIGEST
     """What learner and engines compute of every tensor at every sync: "digest" or "full"."""
+    canary: bool = True
+    """After every sync, compare each engine's log-probs of a short text with the learner's, which finds what digests
+    cannot."""
     publish_timeout_s: float = 300.0
     """For the learner to write one version. What the engines do with it has deadlines of its own ([engine])."""
 

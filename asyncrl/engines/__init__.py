@@ -1,5 +1,6 @@
 """The orchestrator's side of the inference engines: settings, the server's command line, its client, and a pool."""
 
+from asyncrl.engines.canary import Canary
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import Engine, EngineStatistics, Health, RequestNotSent, RequestRefused
 from asyncrl.engines.pool import EnginePool, PoolStatistics
@@ -8,6 +9,7 @@ from asyncrl.engines.supervision import Server, StartServer
 from asyncrl.engines.vllm import VLLMEngine
 
 __all__ = [
+    "Canary",
     "Draft",
     "Engine",
     "EnginePool",

@@ -75,6 +75,10 @@ class Answer:
         """True once something has been sampled, or went wrong."""
         return bool(self._choices or self._complaint)
 
+    def sampled_under(self, version: int) -> bool:
+        """Tell whether any token that has arrived is labelled with a version."""
+        return any(span.version == str(version) for choice in self._choices for span in choice.weight_versions or ())
+
     @property
     def finished(self) -> bool:
         """True once the model has come to an end of its own, or to the limit on tokens."""

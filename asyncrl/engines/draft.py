@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.types import Completion, FinishReason, Logprobs, TokenIds, TokenSpan
+from asyncrl.types import Completion, FinishReason, Logprobs, PolicyVersion, TokenIds, TokenSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,18 @@ class Part:
     """Cover exactly the n tokens, in order."""
     finish_reason: FinishReason | None
     """None where the engine did not come to an end."""
+
+    def before(self, version: PolicyVersion) -> Part:
+        """Return what comes before the first token of a version; all where there is none."""
+        end = next((span.start for span in self.spans if span.version == version), None)
+        if end is None:
+            return self
+        return Part(
+            token_ids=TokenIds(self.token_ids[:end]),
+            behaviour_logprobs=Logprobs(self.behaviour_logprobs[:end]),
+            spans=tuple(span for span in self.spans if span.end <= end),
+            finish_reason=None,
+        )
 
 
 class Draft:

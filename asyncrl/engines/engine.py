@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -64,6 +65,10 @@ class EngineStatistics:
     """How often its server was started again."""
     quarantines: int = 0
     """How often it took other weights than were published."""
+    tokens_unverified: int = 0
+    """Tokens that arrived and were not kept: sampled under weights that were found to be wrong."""
+    canary_distance: float | None = None
+    """Nats a token, after the last sync; see `asyncrl.engines.canary`."""
     reading: PolicyVersion | None = None
     """The version that it is being brought to, if any."""
 
@@ -120,6 +125,10 @@ class Engine(Protocol):
         WeightMismatch where it has, or was given, other weights than were published: of what was sampled under them
         nothing is kept.
         """
+        ...
+
+    async def canary_logprobs(self) -> Sequence[float]:
+        """Return what the server makes of the canary's text. Raises: EngineError."""
         ...
 
     def withdraw(self, reason: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import trio
 
+from asyncrl.engines.canary import Canary
 from asyncrl.engines.draft import Draft
 from asyncrl.engines.engine import Engine, EngineStatistics, Health, RequestNotSent, RequestRefused
 from asyncrl.engines.line import Line
@@ -156,6 +157,21 @@ class EnginePool:
             raise EngineError(f"given up after {len(draft.moved_at)} engines failed it; the last: {error}") from error
         self._requests_moved += 1
         self._tokens_carried += len(draft.token_ids)
+
+    async def learn_canary(self, canary: Canary, expected: Sequence[float]) -> None:
+        """Learn what is allowed between engines and learner, which now hold the same weights, nothing having been sent.
+
+        Raises: EngineError; WeightMismatch naming an engine that is too far from what the learner says.
+        """
+        distances: dict[str, float] = {}
+
+        async def measure(member: Member) -> None:
+            distances[member.name] = canary.distance(await member.engine.canary_logprobs(), expected)
+
+        async with trio.open_nursery() as nursery:
+            for member in self._roster.serving:
+                nursery.start_soon(measure, member)
+        canary.learn(distances)
 
     async def make_room(self) -> Collection[PolicyVersion]:
         """See `protocols.WeightPuller`. It takes too long after `outage_timeout_s`."""

@@ -183,7 +183,8 @@ def command(
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", model_directory, "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--dtype", settings.dtype, "--seed", str(seed)]
-    argv += ["--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)]
+    argv += ["--max-model-len", str(settings.max_model_len)]
+    argv += ["--max-num-seqs", str(settings.max_num_seqs + 1)]  # one for the canary, which must not wait for a place
     if settings.kv_cache_gib > 0:
         argv += ["--kv-cache-memory-bytes", str(int(settings.kv_cache_gib * 2**30))]
     if settings.enforce_eager:

@@ -13,6 +13,9 @@ What vLLM 0.32 does, and what follows from it here (read in its source, and held
   sent again with the new salt: the stream's first event tells that it has begun.
 - A stream's events hold one token first and then `stream_interval` each, with log-probs and, by
   `weight_sync.vllm_labels`, versions. What has arrived when a server dies is therefore as good as a whole completion.
+- A request for the log-probs of its own prompt reads no cached blocks. It is how the canary is asked (`canary`): after
+  `resume`, beside the requests that go on. Until the answer is there, completions that hold a token of the new version
+  are held back, and if it is wrong those tokens are cut off.
 - A seed in a request kills the CPU build's sampler; none is sent.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -27,9 +31,11 @@ import httpx
 import trio
 
 from asyncrl.engines.answers import Answer, first_line, named
-from asyncrl.engines.draft import Draft
+from asyncrl.engines.canary import Canary
+from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
 from asyncrl.engines.pace import Pace
+from asyncrl.engines.requests import Probation, Request
 from asyncrl.engines.settings import EngineSettings, KVOnSync, SamplingSettings
 from asyncrl.engines.sync import Sync
 from asyncrl.errors import EngineError, WeightSyncError
@@ -41,19 +47,6 @@ _HEALTH_INTERVAL_S = 0.25  # a server that is starting offers nothing to wait fo
 _RECOVERY_S = 10.0  # bounds what is done for an engine after a failed or cancelled sync
 _REFUSED = (400, 413, 422)  # what vLLM answers to a request that it will never run; all else may be the server's fault
 _ONCE = {"Connection": "close"}  # after an error in a control route the server drops the connection unannounced
-
-
-class _Request:
-    """One request on its way. Mutable, owned by the task that sent it."""
-
-    def __init__(self, engine: str) -> None:
-        self.answer = Answer(engine)
-        self.scope = trio.CancelScope()
-        self.withdrawn = False
-        self.failure = ""
-        self.kind: type[EngineError] = EngineError
-        """Of the failure."""
-        self.last_event: float | None = None
 
 
 class VLLMEngine:
@@ -77,6 +70,7 @@ class VLLMEngine:
         end_token_ids: Sequence[int],
         run_id: str = "run",
         version: PolicyVersion = 0,
+        canary: Canary | None = None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
@@ -86,13 +80,17 @@ class VLLMEngine:
         self._sampling = sampling
         self._end_token_ids = tuple(end_token_ids)
         self._run_id = run_id
+        self._canary = canary
+        self._canary_distance: float | None = None
+        self._probation: Probation | None = None
+        self._loads = 0  # of weights, whatever they are called
         self._open = trio.Event()
         self._pulling = trio.Lock()
-        self._sent: set[_Request] = set()
+        self._sent: set[Request] = set()
         self._held_back = 0
         self._broken = ""
         self._pace = Pace()
-        self._completed = self._failed = self._withdrawn = self._tokens = self._syncs = 0
+        self._completed = self._failed = self._withdrawn = self._tokens = self._unverified = self._syncs = 0
         self._client = self._new_client()
         self._open.set()
 
@@ -154,6 +152,8 @@ class VLLMEngine:
             withdrawn=self._withdrawn,
             tokens_sampled=self._tokens,
             tokens_per_second=self._pace.tokens_per_second(trio.current_time()),
+            tokens_unverified=self._unverified,
+            canary_distance=self._canary_distance,
             syncs=self._syncs,
             version=self.version,
         )
@@ -260,7 +260,7 @@ class VLLMEngine:
         return {
             "token_ids": list(context),
             "stream": True,
-            "cache_salt": f"version {self.version}",
+            "cache_salt": f"version {self.version}, load {self._loads}",
             "sampling_params": {
                 "max_tokens": max_tokens,
                 "temperature": self._sampling.temperature,
@@ -282,16 +282,17 @@ class VLLMEngine:
             stop_token_ids=(*self._end_token_ids, *draft.stop_token_ids),
             stream_interval=self._settings.stream_interval,
         )
-        request = _Request(self.name)
+        request = Request(self.name)
         request.scope.deadline = trio.current_time() + self._settings.request_timeout_s
         self._sent.add(request)
         try:
             with request.scope:
                 await self._stream(request, body)
+                await self._wait_verified(request)
         finally:
             self._sent.discard(request)
         try:
-            draft.take(request.answer.part(), self.name)
+            draft.take(self._kept(request), self.name)
             if not (draft.is_whole or request.withdrawn):
                 raise self._failure(request, draft, max_tokens)
         except EngineError:
@@ -300,7 +301,21 @@ class VLLMEngine:
         self._completed += draft.is_whole
         self._withdrawn += not draft.is_whole
 
-    def _failure(self, request: _Request, draft: Draft, max_tokens: int) -> EngineError:
+    async def _wait_verified(self, request: Request) -> None:
+        """Return when it is known whether the weights that sampled the request's tokens were right."""
+        while (probation := self._probation) is not None and request.answer.sampled_under(probation.version):
+            await probation.over.wait()
+
+    def _kept(self, request: Request) -> Part:
+        """Return what a request has sampled, less what was sampled under weights that were found to be wrong."""
+        part = request.answer.part()
+        if request.cut_at is None:
+            return part
+        kept = part.before(request.cut_at)
+        self._unverified += len(part.token_ids) - len(kept.token_ids)
+        return kept
+
+    def _failure(self, request: Request, draft: Draft, max_tokens: int) -> EngineError:
         if request.failure:
             return request.kind(request.failure)
         if request.scope.cancelled_caught:
@@ -310,7 +325,7 @@ class VLLMEngine:
             )
         return EngineError(request.answer.complaint)
 
-    async def _stream(self, request: _Request, body: Mapping[str, Any]) -> None:
+    async def _stream(self, request: Request, body: Mapping[str, Any]) -> None:
         answered = False
         try:
             async with self._client.stream("POST", "/inference/v1/generate", json=body) as response:
@@ -328,7 +343,7 @@ class VLLMEngine:
             request.failure = f"{self.name} at {self.url} does not answer: {named(error)}"
             request.kind = EngineError if answered else RequestNotSent
 
-    def _note(self, request: _Request, num_tokens: int) -> None:
+    def _note(self, request: Request, num_tokens: int) -> None:
         now = trio.current_time()
         before, request.last_event = request.last_event, now
         self._tokens += num_tokens
@@ -347,14 +362,63 @@ class VLLMEngine:
         """
         async with self._pulling:
             sync = Sync(self, manifest)
+            probation = Probation(manifest.version)
             try:
+                if self._canary is not None and manifest.canary_logprobs:
+                    self._probation = probation
                 async with self._restoring(sync):
                     await sync.run()
-                self.version, self._broken = manifest.version, ""
-                self._syncs += 1
-            finally:
+                self.version = manifest.version
+                self._loads += 1
                 self._open.set()
-            return sync.report()
+                report = await self._hear_canary(manifest, sync.report())
+                self._broken = ""
+                self._syncs += 1
+                return report
+            finally:
+                self._probation = None
+                probation.over.set()
+                self._open.set()
+
+    async def _hear_canary(self, manifest: WeightManifest, report: SyncReport) -> SyncReport:
+        """Compare the canary under a version that is in place, while requests go on; return the report with that.
+
+        Raises: WeightMismatch; WeightSyncError where the server does not answer. Either way the engine is out of
+        service, and no token of that version is kept.
+        """
+        if self._probation is None or self._canary is None:
+            return report
+        began, timeout_s = trio.current_time(), self._settings.sync_timeout_s
+        try:
+            with trio.fail_after(timeout_s):
+                found = await self.canary_logprobs()
+            self._canary_distance = self._canary.distance(found, manifest.canary_logprobs)
+            self._canary.check(self.name, manifest.version, self._canary_distance)
+        except BaseException as error:
+            late = isinstance(error, trio.TooSlowError)
+            why = f"no answer in {timeout_s:g} s ([engine] sync_timeout_s)" if late else str(error)
+            self._broken = f"the canary of version {manifest.version}: {why}"
+            for request in self._sent:
+                request.cut_at = manifest.version
+            self.withdraw(self._broken)
+            if late or isinstance(error, EngineError):
+                raise WeightSyncError(f"{self.name}, canary of version {manifest.version}: {why}") from error
+            raise
+        seconds = {**report.seconds, "canary": trio.current_time() - began}
+        return replace(report, canary_distance=self._canary_distance, seconds=seconds)
+
+    async def canary_logprobs(self) -> Sequence[float]:
+        """Return what the server makes of the canary's text. Raises: EngineError."""
+        assert self._canary is not None
+        body = self._canary.body(f"canary of load {self._loads}")
+        try:
+            response = await self._client.post("/inference/v1/generate", json=body)
+            answer = response.json() if response.status_code == 200 else None
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineError(f"{self.name} at {self.url} does not answer: {named(error)}") from error
+        if not isinstance(answer, dict):
+            raise EngineError(f"{self.name} answers {response.status_code}: {first_line(response.text)}")
+        return self._canary.logprobs(answer, self.name)
 
     @asynccontextmanager
     async def _restoring(self, sync: Sync) -> AsyncIterator[None]:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from asyncrl import wire
 from asyncrl.errors import ConfigError
 from asyncrl.learner import checkpoint
+from asyncrl.learner.canary import canary_logprobs
 from asyncrl.learner.critic_kinds import open_critic, resume_critic
 from asyncrl.learner.model import load_model
 from asyncrl.learner.optimizer import Optimizer
@@ -74,6 +76,7 @@ class Learner:
         )
         self._supervised = SupervisedStepper(self._model, self._optimizer, settings)
         self._publisher = _publisher(job)
+        self._device = device
 
     def hello(self) -> wire.Hello:
         """Return the first message of a learner that is ready."""
@@ -81,6 +84,7 @@ class Learner:
             version=self._stepper.version,
             num_parameters=self._model.num_parameters,
             vocab_size=self._model.vocab_size,
+            canary_logprobs=self._canary_logprobs(),
         )
 
     def answer(self, request: Any) -> wire.Message:
@@ -95,7 +99,8 @@ class Learner:
                 return wire.SupervisedLossReply(loss=self._supervised.loss(request.segments))
             case wire.PublishRequest():
                 version = self._stepper.version
-                return wire.PublishReply(manifest=self._publisher.publish(self._weights(), version, keep=request.keep))
+                manifest = self._publisher.publish(self._weights(), version, keep=request.keep)
+                return wire.PublishReply(manifest=replace(manifest, canary_logprobs=self._canary_logprobs()))
             case wire.SaveRequest():
                 return wire.SaveReply(files=self._save(Path(request.directory)))
             case wire.ShutdownRequest():
@@ -113,6 +118,10 @@ class Learner:
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return the tensors that engines load, in the dtype that the model computes with."""
         return {name: parameter.detach() for name, parameter in self._model.tensors().items()}
+
+    def _canary_logprobs(self) -> tuple[float, ...]:
+        token_ids = self._job.canary
+        return canary_logprobs(self._model, token_ids, device=self._device) if token_ids else ()
 
     def _save(self, directory: Path) -> dict[str, int]:
         return checkpoint.save(

@@ -186,6 +186,8 @@ class LearnerJob:
     """That the tokens are sampled at; log-probs are taken after dividing the logits by it."""
     max_off_policyness: int = 0
     """Optimizer steps; checked again on every trained token."""
+    canary: tuple[int, ...] = ()
+    """Token ids of the text whose log-probs go with every version; empty sends none."""
     weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
 

@@ -1,0 +1,32 @@
+"""A request on its way to a server, and weights whose requests are not yet believed."""
+
+from __future__ import annotations
+
+import trio
+
+from asyncrl.engines.answers import Answer
+from asyncrl.errors import EngineError
+from asyncrl.types import PolicyVersion
+
+
+class Request:
+    """One request on its way. Mutable, owned by the task that sent it."""
+
+    def __init__(self, engine: str) -> None:
+        self.answer = Answer(engine)
+        self.scope = trio.CancelScope()
+        self.withdrawn = False
+        self.failure = ""
+        self.kind: type[EngineError] = EngineError
+        """Of the failure."""
+        self.last_event: float | None = None
+        self.cut_at: PolicyVersion | None = None
+        """The version whose tokens must not be kept."""
+
+
+class Probation:
+    """A version that is in place and whose canary has not been heard yet."""
+
+    def __init__(self, version: PolicyVersion) -> None:
+        self.version = version
+        self.over = trio.Event()
