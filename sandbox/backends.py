@@ -13,11 +13,12 @@ from types import MappingProxyType
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import SandboxBackend
 from asyncrl.sandbox.bubblewrap import open_bubblewrap
+from asyncrl.sandbox.container import open_container
 from asyncrl.sandbox.remote import open_remote
 from asyncrl.sandbox.settings import SandboxSettings
 
 SANDBOXES: MappingProxyType[str, Callable[..., AbstractAsyncContextManager[SandboxBackend]]] = MappingProxyType(
-    {"bubblewrap": open_bubblewrap, "remote": open_remote}
+    {"bubblewrap": open_bubblewrap, "container": open_container, "remote": open_remote}
 )
 """Name -> `opener(settings, *, directory)`, an async context manager that yields the backend."""
 

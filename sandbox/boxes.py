@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel, leases, profile, safe_files
@@ -32,11 +32,23 @@ class RequestError(Exception):
 class Boxes:
     """Makes sandboxes and layers, and removes them with everything that belongs to them."""
 
-    def __init__(self, stage: profile.Stage, hierarchy: cgroups.Hierarchy | None, ledger: leases.Ledger) -> None:
-        self._stage = stage
+    def __init__(
+        self,
+        root: str,
+        hierarchy: cgroups.Hierarchy | None,
+        ledger: leases.Ledger,
+        *,
+        choose_user: Callable[[int], int | None] = user,
+    ) -> None:
+        """Keep everything below the directory `root`, which holds the empty folders `box` and `layer`.
+
+        Args: `choose_user` returns the owner of the files of the n-th sandbox.
+        """
+        self._root = root
+        self._choose_user = choose_user
         self._hierarchy = hierarchy
         self._ledger = ledger
-        self._layers = Layers(os.path.join(stage.root, "layer"))
+        self._layers = Layers(os.path.join(root, "layer"))
         self._open: dict[str, Box] = {}
         self._over: dict[str, str] = {}
         """Name -> why a sandbox was closed before its owner did."""
@@ -56,7 +68,7 @@ class Boxes:
 
     def _new_user(self) -> int | None:
         self._num_users += 1
-        return user(self._num_users)
+        return self._choose_user(self._num_users)
 
     # --- layers -----------------------------------------------------------------------------------------------
 
@@ -120,14 +132,14 @@ class Boxes:
     ) -> Box:
         box = Box(
             name=name,
-            path=os.path.join(self._stage.root, "box", name),
+            path=os.path.join(self._root, "box", name),
             uid=self._new_user() if layer is None else layer.uid,
             limits=limits,
             work=work,
             layer=layer,
             deadline=time.monotonic() + limits["lifetime_s"],
         )
-        self._lease(box)
+        self.lease(box)
         try:
             self._make(box, shown)
             for file, content in files.items():
@@ -138,12 +150,14 @@ class Boxes:
         self._open[name] = box
         return box
 
-    def _lease(self, box: Box) -> None:
-        """Write down what will exist, before any of it does."""
+    def lease(self, box: Box, *, containers: Collection[str] = (), engine: str = "") -> None:
+        """Write down what will exist, before any of it does; and `containers` beside what was said before."""
+        box.containers += containers
         group = () if self._hierarchy is None else self._hierarchy.planned(box.name).directories()
         lease = {
             "box": box.name, "pid": os.getpid(), "group": group, "mounts": [box.path],
             "deadline_s_after_boot": time.clock_gettime(time.CLOCK_BOOTTIME) + box.limits["lifetime_s"],
+            "containers": box.containers, "engine": engine,
         }  # fmt: skip
         self._ledger.write(box.name, lease)
 

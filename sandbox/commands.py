@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,8 @@ class Box:
     places: dict[str, Layer | None] = field(default_factory=dict)
     binds: list[tuple[str, str, bool]] = field(default_factory=list)
     """Where each place appears inside, where it lies, and whether it is written to."""
+    containers: list[str] = field(default_factory=list)
+    """Names of the containers that show it, if any do."""
     command: Command | None = None
     shell: Command | None = None
     num_shells: int = 0
@@ -152,23 +154,33 @@ def reported(status: bytes, name: str) -> int | None:
     return None
 
 
-def outcome(command: Command, after: cgroups.Counters, code: int | None, stderr: bytes) -> tuple[str, str]:
-    """Return how a command ended, told from what was counted, and what failed where the sandbox did."""
-    before, limits = command.before, command.box.limits
-    if command.ended_by == "closed":
+def outcome(
+    *,
+    ended_by: str | None,
+    before: cgroups.Counters,
+    after: cgroups.Counters,
+    code: int | None,
+    limits: Mapping[str, Any],
+    disk: str,
+    unstarted: str,
+) -> tuple[str, str]:
+    """Return how a command ended, told from what was counted, and what failed where the sandbox did.
+
+    Args: `code` is None where it did not start, and `unstarted` then says why; `disk` is where its file system is.
+    """
+    if ended_by == "closed":
         return "infrastructure", "the sandbox's owner ended it while the command ran"
-    if command.ended_by == "output":
+    if ended_by == "output":
         return "output", ""
     if after.memory_kills > before.memory_kills:
         return "memory", ""
     if after.refused_forks > before.refused_forks:
         return "pids", ""
-    if command.ended_by == "wall":
+    if ended_by == "wall":
         return "wall", ""
     if code is None:
-        text = stderr.decode(errors="replace").strip()
-        return "infrastructure", f"bubblewrap did not start the command: {text[-500:]}"
-    if code == -signal.SIGXFSZ or _is_full(command.box.path):
+        return "infrastructure", f"the command was not started: {unstarted[-500:]}"
+    if code == -signal.SIGXFSZ or _is_full(disk):
         return "disk", ""
     burned = after.cpu_s - before.cpu_s >= 0.9 * limits["cpu_s"]
     if code == -signal.SIGXCPU or (code == -signal.SIGKILL and burned):

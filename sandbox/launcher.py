@@ -167,7 +167,7 @@ class Launcher:
         except OSError as error:
             raise RequestError("namespaces", f"{error.strerror} {error.filename or ''}".rstrip()) from None
         self._runner.stage = stage
-        self._boxes = Boxes(stage, hierarchy, ledger)
+        self._boxes = Boxes(stage.root, hierarchy, ledger)
         self._reply(request, {"wall": wall, "pid": os.getpid()})
 
     @property
@@ -297,7 +297,7 @@ class Launcher:
         self._boxes.remove_all()
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: str) -> None:
     """Serve the socket `descriptor` until its other end is closed."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the owner ends this process by closing the socket
@@ -305,7 +305,7 @@ def main(descriptor: int) -> None:
     kernel.adopt_orphans()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each running command takes seven
-    channel = socket.socket(fileno=descriptor)
+    channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)
     Launcher(channel).serve()
     sys.exit(0)

@@ -6,15 +6,18 @@ program that still runs, also after the process id has been given to another.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
+import subprocess
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel
 
+_ENGINE_S = 120.0  # for many containers at once
 DIRECTORY = "leases"
 """Name of the folder that a ledger is."""
 
@@ -44,6 +47,12 @@ class Ledger:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump({**lease, **self._where}, file)
         os.rename(temporary, self._file(name), src_dir_fd=self._directory, dst_dir_fd=self._directory)
+
+    def clear(self) -> None:
+        """Strike everything off that is this owner's."""
+        for file in os.listdir(self._directory):
+            if file.startswith(f"{self.owner}.") and file.endswith(".json"):
+                os.unlink(file, dir_fd=self._directory)
 
     def remove(self, name: str) -> None:
         """Strike `name` off. A missing one counts as removed."""
@@ -83,8 +92,8 @@ def reap_below(directory: str | os.PathLike[str]) -> list[str]:
 def reap(directory: str) -> list[str]:
     """Remove what dead owners left and return the names of the leases that were settled.
 
-    Mounts need no hand: they lie in the launcher's own namespace and ended with it. Leases of a living owner, and those
-    written in another container, are left alone. Raises OSError.
+    A launcher's mounts need no hand: they lie in its own namespace and ended with it. Those of containers do. Leases of
+    a living owner, and those written in another container, are left alone. Raises OSError.
     """
     settled: list[str] = []
     by_owner: dict[str, list[tuple[str, dict[str, Any]]]] = {}
@@ -106,8 +115,9 @@ def reap(directory: str) -> list[str]:
         if not here:
             continue
         current = [lease for _, lease in owned if lease.get("boot") == _boot()]
-        if not _groups_removed(owner, current):
+        if not (_containers_removed([lease for _, lease in owned]) and _groups_removed(owner, current)):
             continue
+        _unmount(current)
         for path, _ in owned:
             os.unlink(path)
             settled.append(os.path.basename(path))
@@ -132,3 +142,40 @@ def _groups_removed(owner: str, current: list[dict[str, Any]]) -> bool:
 
 def _killable(path: str) -> str | None:
     return path if os.path.exists(os.path.join(path, "cgroup.kill")) else None
+
+
+def _containers_removed(owned: list[dict[str, Any]]) -> bool:
+    """Remove the containers of a dead owner, all of an engine at once; False where the engine did not do so."""
+    by_engine: dict[str, list[str]] = {}
+    for lease in owned:
+        for name in lease.get("containers", ()):
+            by_engine.setdefault(lease["engine"], []).append(name)
+    done = True
+    for engine, names in by_engine.items():
+        try:
+            subprocess.run(
+                [engine, "rm", "--force", "--volumes", *names], capture_output=True, timeout=_ENGINE_S, check=False
+            )
+            listed = subprocess.run(
+                [engine, "ps", "--all", "--format", "{{.Names}}"], capture_output=True, timeout=_ENGINE_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return False
+        done &= not set(names) & set(listed.stdout.decode().split())
+    return done
+
+
+def _unmount(current: list[dict[str, Any]]) -> None:
+    for lease in current:
+        for path in lease.get("host_mounts", ()):
+            unmount_below(path)
+
+
+def unmount_below(path: str) -> None:
+    """Remove the mounts at and below `path`, those within others first, and the directory. Raises OSError."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        mounted = [line.split()[4] for line in file]
+    for below in reversed([one for one in mounted if one == path or one.startswith(path + "/")]):
+        kernel.unmount(below)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(path)

@@ -24,8 +24,8 @@ _BOOTSTRAP = (
     "for name, path in (('asyncrl', []), ('asyncrl.sandbox', [sys.argv[1]])):\n"
     "    sys.modules[name] = types.ModuleType(name)\n"
     "    sys.modules[name].__path__ = path\n"
-    "from asyncrl.sandbox.launcher import main\n"
-    "main(int(sys.argv[2]))\n"
+    "import importlib\n"
+    "importlib.import_module('asyncrl.sandbox.' + sys.argv[2]).main(sys.argv[3])\n"
 )
 
 
@@ -81,9 +81,14 @@ def hidden_directories(shown: Sequence[str]) -> list[str]:
     return sorted(str(path) for path in outer if any(path.is_relative_to(place) for place in shown))
 
 
+def standard_library_command(module: str, argument: str) -> list[str]:
+    """Return the argument list that runs `main(argument)` of a module in here that loads no package."""
+    return [sys.executable, "-I", "-S", "-B", "-c", _BOOTSTRAP, os.path.dirname(__file__), module, argument]
+
+
 def launcher_command(descriptor: int) -> list[str]:
     """Return the argument list of a launcher that serves the inherited socket `descriptor`."""
-    return [sys.executable, "-I", "-S", "-B", "-c", _BOOTSTRAP, os.path.dirname(__file__), str(descriptor)]
+    return standard_library_command("launcher", str(descriptor))
 
 
 def configuration(settings: SandboxSettings, ledger: Path) -> tuple[dict[str, Any], list[bytes], tuple[str, ...]]:

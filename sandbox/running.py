@@ -325,7 +325,10 @@ class Runner:
         assert command.request is not None
         counters = _counters(command.box)
         (stdout, cut), (stderr, cut_too) = command.outputs[0].result(), command.outputs[1].result()
-        ended, detail = outcome(command, counters, code, stderr)
+        ended, detail = outcome(
+            ended_by=command.ended_by, before=command.before, after=counters, code=code, limits=command.box.limits,
+            disk=command.box.path, unstarted=stderr.decode(errors="replace").strip(),
+        )  # fmt: skip
         if stuck:
             ended, detail = "infrastructure", "a process could not be killed"
         elif command.is_new and ended != "infrastructure":

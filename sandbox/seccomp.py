@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
+from typing import Any
 
 from asyncrl.errors import ConfigError
 
@@ -65,3 +67,22 @@ def seccomp_program() -> bytes:
         program.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def container_profile() -> dict[str, Any]:
+    """Return the same filter in the form that container engines read."""
+
+    def rule(names: Sequence[str], code: int, *arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": code, "args": list(arguments)}
+
+    def masked(index: int, mask: int, value: int) -> dict[str, Any]:
+        return {"index": index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
+
+    rules = [rule(_DENIED, errno.EPERM), rule(["clone3"], errno.ENOSYS)]
+    rules += [rule(["clone"], errno.EPERM, masked(0, flag, flag)) for flag in _NEW_NAMESPACES]
+    rules += [rule(["ioctl"], errno.EPERM, masked(1, 0xFFFFFFFF, request)) for request in (_TIOCSTI, _TIOCLINUX)]
+    families = [family for family in range(_LAST_FAMILY + 1) if family not in _ALLOWED_FAMILIES]
+    refused = [{"index": 0, "value": family, "op": "SCMP_CMP_EQ"} for family in families]
+    refused.append({"index": 0, "value": _LAST_FAMILY, "op": "SCMP_CMP_GT"})
+    rules += [rule([call], errno.EAFNOSUPPORT, one) for call in ("socket", "socketpair") for one in refused]
+    return {"defaultAction": "SCMP_ACT_ALLOW", "syscalls": rules}

@@ -65,6 +65,18 @@ def _signalled(result: ExecResult) -> str:
     return "the owner" if same and b"signalled" in result.stdout else ""
 
 
+def _same_files(result: ExecResult) -> str:
+    """Return the names that stand for the same file or directory inside as out here."""
+    same = []
+    for line in result.stdout.decode(errors="replace").splitlines():
+        match line.split():
+            case ["STAT", name, device, inode] if os.path.exists(name):
+                status = os.stat(name)
+                if (str(status.st_dev), str(status.st_ino)) == (device, inode):
+                    same.append(name)
+    return " ".join(same)
+
+
 def _kept_writing(result: ExecResult) -> str:
     return f"{result.output_bytes} bytes" if result.output_bytes >= 32 * 2**20 else ""
 
@@ -335,9 +347,10 @@ except OSError:
     Abuse(
         name="files of the host",
         source="""
-for name in ("/root", "/home", "/var", "/sys/class", "/etc/shadow", "/etc/hostname", "/boot", "/opt/secret", "/run"):
-    if os.path.exists(name) and not sys.prefix.startswith(name):
-        reached(name)
+for name in ("/", "/root", "/home", "/var", "/etc", "/etc/shadow", "/etc/hostname", "/boot", "/opt", "/run", "/tmp"):
+    if os.path.exists(name):
+        status = os.stat(name)
+        print("STAT", name, status.st_dev, status.st_ino)
 for place in ("/usr", "/etc", "/"):
     try:
         open(os.path.join(place, "planted"), "w")
@@ -345,6 +358,7 @@ for place in ("/usr", "/etc", "/"):
     except OSError:
         pass
 """,
+        evidence=_same_files,
     ),
 )
 

@@ -29,6 +29,13 @@ class SandboxSettings:
     """Commands that are being started at a time; starting burns CPU, so more at a time are not faster."""
     python: str = ""
     """The interpreter inside: empty for /usr/bin/python3, or the running one where there is none; else a path."""
+    image: str = ""
+    """What the backend `container` runs, by digest or name; it must have been pulled. "host" is an empty image over
+    this machine's /usr."""
+    engine: str = ""
+    """The container engine: empty for podman, or docker where there is no podman; else a program's name or path."""
+    runtime: str = ""
+    """The engine's runtime: empty for runsc (gVisor) where it is installed, else the engine's own."""
     urls: tuple[str, ...] = ()
     """Of the servers (`asyncrl sandbox serve`) that the backend `remote` opens sandboxes at."""
     token_file: str = ""
@@ -55,6 +62,11 @@ class SandboxSettings:
             raise ConfigError(
                 f"urls must name servers where backend is 'remote', and only there; got {list(self.urls)} with backend "
                 f"{self.backend!r} ([sandbox])"
+            )
+        if (self.backend == "container") != bool(self.image):
+            raise ConfigError(
+                f"image must name what to run where backend is 'container', and only there; got {self.image!r} with "
+                f"backend {self.backend!r} ([sandbox])"
             )
         for url in self.urls:
             if not url.startswith(("http://", "https://")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -34,8 +35,29 @@ def has_groups() -> bool:
     return any(os.access(path, os.W_OK) for path in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup/cgroup.subtree_control"))
 
 
+@functools.cache
+def cannot_contain() -> str:
+    """Return why this machine runs no containers, asked of the engine itself; empty if it does."""
+    program = shutil.which("podman") or shutil.which("docker")
+    if program is None:
+        return "neither podman nor docker is installed"
+    if os.geteuid() != 0:
+        return "containers need root here"
+    tried = subprocess.run([program, "info"], capture_output=True, text=True, check=False)
+    return "" if tried.returncode == 0 else f"{program} does not answer: {tried.stderr.strip()[-200:]}"
+
+
+def skip_unless_possible(backend: str) -> None:
+    """Skip the test where this machine cannot have the backend."""
+    reason = cannot_contain() if backend == "container" else cannot_sandbox()
+    if reason:
+        pytest.skip(reason)
+
+
 def settings(**changes: Any) -> SandboxSettings:
     """Return settings that work on this machine."""
+    if changes.get("backend") == "container":
+        changes = {"image": "host", **changes}
     return SandboxSettings(**{"allow_weaker": not has_groups(), "limits": LIMITS, **changes})
 
 
@@ -60,8 +82,7 @@ async def opened(directory: Path, *, backend: str = "bubblewrap", **changes: Any
 
 def with_backend(body: Callable[[SandboxBackend], Awaitable[None]], directory: Path, **changes: Any) -> None:
     """Run `body` on an open backend, within a minute; skip where the machine has no sandboxes."""
-    if reason := cannot_sandbox():
-        pytest.skip(reason)
+    skip_unless_possible(changes.get("backend", "bubblewrap"))
 
     async def main() -> None:
         with trio.fail_after(60):

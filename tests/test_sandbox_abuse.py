@@ -28,10 +28,13 @@ from asyncrl.protocols import Outcome, SandboxBackend
 from asyncrl.sandbox import SANDBOXES, AbuseResult, abuse_names, self_test
 
 WALLS = sorted(set(SANDBOXES) - {"remote"})  # which has none of its own, but its servers'
+with_every_wall = pytest.mark.parametrize("backend", WALLS)
+with_a_launcher = pytest.mark.parametrize("backend", ["bubblewrap"])
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("backend", WALLS)]
+pytestmark = pytest.mark.slow
 
 
+@with_every_wall
 def test_every_abuse_of_the_self_test_is_stopped(backend: str, tmp_path: Path) -> None:
     results: list[AbuseResult] = []
 
@@ -44,6 +47,7 @@ def test_every_abuse_of_the_self_test_is_stopped(backend: str, tmp_path: Path) -
     assert [result for result in results if not result.stopped and result.name not in tolerated] == []
 
 
+@with_a_launcher
 def test_a_secret_in_the_owners_environment_is_nowhere_inside(backend: str, tmp_path: Path) -> None:
     """With a canary, in a program of its own, so that the test sees a leak for certain."""
     if reason := cannot_sandbox():
@@ -69,6 +73,7 @@ with_backend(body, Path(sys.argv[1]))
     assert str(tmp_path) not in ran.stdout
 
 
+@with_every_wall
 def test_a_link_swapped_in_a_race_is_never_followed(backend: str, tmp_path: Path) -> None:
     """Kills the mutant that checks the path first and opens it then."""
     source = """
@@ -103,17 +108,20 @@ while True:
     assert refused
 
 
+@with_every_wall
 def test_a_setuid_file_has_no_effect_and_nothing_of_the_host_can_be_written(backend: str, tmp_path: Path) -> None:
     async def body(sandboxes: SandboxBackend) -> None:
         async with await sandboxes.open({}, limits=LIMITS) as sandbox:
             command = "cp /usr/bin/id own && chmod 6755 own && ./own -u; touch /usr/x /etc/x /x /dev/x; id -u"
             result = await sandbox.exec(["/bin/sh", "-c", command])
             assert result.stdout == b"1000\n1000\n"
-            assert result.stderr.count(b"Read-only file system") == 4
+            assert result.stderr.count(b"Read-only file system") >= 3
+            assert result.stderr.count(b"cannot touch") == 4
 
     with_backend(body, tmp_path, backend=backend)
 
 
+@with_every_wall
 def test_a_hostile_sandbox_does_not_keep_others_from_working(backend: str, tmp_path: Path) -> None:
     if not has_groups():
         pytest.skip("without control groups one user's processes are limited together")
@@ -170,6 +178,7 @@ def ended_within(pidfd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
+@with_a_launcher
 def test_nothing_is_left_within_seconds_of_killing_the_owner_of_50_sandboxes(backend: str, tmp_path: Path) -> None:
     mark = f"3156{os.getpid()}"
     with start_owner(tmp_path, 50, backend, mark) as owner:
@@ -190,6 +199,7 @@ def test_nothing_is_left_within_seconds_of_killing_the_owner_of_50_sandboxes(bac
         assert list((tmp_path / "leases").iterdir()) == []
 
 
+@with_a_launcher
 def test_the_next_start_removes_what_a_killed_launcher_left(backend: str, tmp_path: Path) -> None:
     mark = f"3157{os.getpid()}"
     with start_owner(tmp_path, 3, backend, mark) as owner:
@@ -215,6 +225,7 @@ def test_the_next_start_removes_what_a_killed_launcher_left(backend: str, tmp_pa
     with_backend(body, tmp_path, backend=backend)
 
 
+@with_a_launcher
 def test_leases_of_an_owner_that_lives_are_left_alone(backend: str, tmp_path: Path) -> None:
     mark = f"3158{os.getpid()}"
     with start_owner(tmp_path, 2, backend, mark) as owner:
