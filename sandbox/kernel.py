@@ -131,3 +131,15 @@ def start_time(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def mapped_users() -> list[tuple[int, int]]:
+    """Return the ranges of user ids that exist in this process's user namespace: (first, how many)."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        rows = [line.split() for line in file]
+    return [(int(first), int(count)) for first, _, count in rows]
+
+
+def is_root_of_the_machine() -> bool:
+    """Return whether this process is root, and not only within a user namespace, as in a rootless container."""
+    return os.geteuid() == 0 and (0, 2**32 - 1) in mapped_users()

@@ -148,7 +148,7 @@ def overlay(layer: Layer, target: str, upper: str | None, work: str | None) -> N
         options += f",upperdir={upper},workdir={work}"
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | (0 if upper is not None else kernel.MS_RDONLY)
     # by root a renamed directory is noted as such; in a user namespace the renamer is told to copy it (EXDEV)
-    options += ",redirect_dir=on,index=off,metacopy=off" if os.geteuid() == 0 else ",userxattr"
+    options += ",redirect_dir=on,index=off,metacopy=off" if kernel.is_root_of_the_machine() else ",userxattr"
     kernel.mount("asyncrl", target, "overlay", flags, options)
 
 

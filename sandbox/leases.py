@@ -12,11 +12,14 @@ import os
 import re
 import stat
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel
 
+_REMOVE_TRIES = 200
+_REMOVE_PAUSE_S = 0.01  # a killed process holds its group for some ms; two seconds in all
 _ENGINE_S = 120.0  # for many containers at once
 DIRECTORY = "leases"
 """Name of the folder that a ledger is."""
@@ -135,9 +138,18 @@ def _groups_removed(owner: str, current: list[dict[str, Any]]) -> bool:
                 if entry.is_dir(follow_symlinks=False):
                     single = cgroups.Group(version=2, memory=entry.path, pids=entry.path, unified=_killable(entry.path))
                     single.kill()
-                    gone &= single.remove()
+                    gone &= _emptied(single)
             gone &= cgroups.remove_directories([parent])
     return gone
+
+
+def _emptied(group: cgroups.Group) -> bool:
+    """Remove a group that was killed, waiting for its last process to be gone; False where one is not."""
+    for _ in range(_REMOVE_TRIES):
+        if group.remove():
+            return True
+        time.sleep(_REMOVE_PAUSE_S)
+    return False
 
 
 def _killable(path: str) -> str | None:

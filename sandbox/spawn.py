@@ -20,6 +20,7 @@ _LOWEST = 10  # inherited descriptors are above those that a command begins with
 _OPEN_FILES = 256
 _UID_BASE = 1_900_000_000  # unused by any distribution or container tool; each sandbox gets a user of its own
 _NUM_UIDS = 60_000
+_FEW_UIDS = 1000  # fewer are a single user's, or a handful set aside for something else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,17 @@ class Spawned:
 
 
 def user(number: int) -> int | None:
-    """Return an unprivileged user for sandbox `number`; None where this process has no privilege to drop."""
-    return _UID_BASE + number % _NUM_UIDS if os.geteuid() == 0 else None
+    """Return an unprivileged user for sandbox `number`; None where this process has no privilege to drop.
+
+    In a rootless container only some users exist: then it is one of the upper half of those.
+    """
+    if os.geteuid() != 0:
+        return None
+    ranges = kernel.mapped_users()
+    if any(first <= _UID_BASE and first + count >= _UID_BASE + _NUM_UIDS for first, count in ranges):
+        return _UID_BASE + number % _NUM_UIDS
+    first, count = max(ranges, key=lambda one: one[1])
+    return None if count < _FEW_UIDS else first + count // 2 + number % (count // 2)
 
 
 def spawn(

@@ -121,3 +121,56 @@ def test_an_interpreter_that_does_not_run_inside_is_told_of_at_once(tmp_path: Pa
 
     with pytest.raises(SandboxError, match=r"does not run in the sandbox \(ok, exit code 7.*set python in \[sandbox\]"):
         trio.run(main)
+
+
+PROBE = """
+import sys, trio
+sys.path.insert(0, sys.argv[1])
+from sandboxes import LIMITS, settings
+from asyncrl.errors import ConfigError
+from asyncrl.sandbox import open_backend
+async def main():
+    async with open_backend(settings(allow_weaker=sys.argv[3] == "weaker"), directory=sys.argv[2]) as backend:
+        async with await backend.prepare({"a": b"1"}) as task, await backend.open(task, limits=LIMITS) as sandbox:
+            result = await sandbox.shell("echo 2 >> a; cat a; id -u")
+            print(backend.wall, result.stdout)
+try:
+    trio.run(main)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def probed(directory: Path, unshare: str, before: str, *, allowed: str = "weaker") -> str:
+    """Return what opening a backend comes to in namespaces of its own, in which `before` was run."""
+    if reason := cannot_sandbox():
+        pytest.skip(reason)
+    program = [sys.executable, "-c", PROBE, os.path.dirname(__file__), str(directory), allowed]
+    argv = ["unshare", *unshare.split(), "sh", "-c", f'{before} && exec "$@"', "sh", *program]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.slow
+def test_the_root_of_a_user_namespace_has_sandboxes_too(tmp_path: Path) -> None:
+    """As in a rootless container: few users exist there, and not all that root may do elsewhere is allowed."""
+    assert probed(tmp_path, "--user --map-root-user", "true").endswith(" b'12\\n1000\\n'\n")
+
+
+@pytest.mark.slow
+def test_where_there_are_no_user_namespaces_the_message_says_what_to_allow(tmp_path: Path) -> None:
+    said = probed(tmp_path, "--user --map-root-user", "echo 0 > /proc/sys/user/max_user_namespaces")
+    assert said.startswith(
+        "SandboxError user namespaces are not to be had: allow them (kernel.unprivileged_userns_clone"
+    )
+    assert list((tmp_path / "leases").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_without_control_groups_a_weaker_wall_is_taken_only_by_name(tmp_path: Path) -> None:
+    without_groups = "umount --lazy --recursive /sys/fs/cgroup"
+    namespaces = "--user --map-root-user --mount" if os.geteuid() else "--mount"
+    said = probed(tmp_path, namespaces, without_groups, allowed="strong")
+    assert said.startswith(
+        "SandboxError no control group file system is mounted at /sys/fs/cgroup; or set allow_weaker"
+    )
+    assert probed(tmp_path, namespaces, without_groups) == "bubblewrap-rlimits b'12\\n1000\\n'\n"
