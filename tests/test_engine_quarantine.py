@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import pytest
 import trio
 from engine_fleet import RATES, START_S, Fleet, fails, run
 
-from asyncrl.engines import Health
+from asyncrl.engines import Canary, Health
 from asyncrl.errors import WeightMismatch
-from asyncrl.types import WeightManifest
+from asyncrl.types import TokenIds, WeightManifest
 
 _TENSOR = "model.layers.3.mlp.up_proj.weight"
 
@@ -145,5 +146,19 @@ def test_a_version_that_is_published_while_an_engine_is_in_quarantine_follows_th
             assert fleet.health()[0] is Health.QUARANTINED
             nursery.start_soon(fleet.pull, 2)
         assert wrong.pulled == [1, 2]
+
+    run(body)
+
+
+def test_what_the_canary_may_differ_is_learnt_from_the_engine_that_is_furthest_away() -> None:
+    async def body(fleet: Fleet) -> None:
+        canary = Canary(TokenIds([5, 6, 7]))
+        near, far = fleet.servers
+        near.canary, far.canary = (-1.0, -2.0), (-1.1, -2.1)
+        await fleet.pool.learn_canary(canary, (-1.0, -2.0))
+        assert canary.tolerance == pytest.approx(0.5)
+        far.canary = (-3.0, -4.0)
+        with pytest.raises(WeightMismatch, match=r"^engine 1's log-probs of a text are 2\.000 nats"):
+            await fleet.pool.learn_canary(canary, (-1.0, -2.0))
 
     run(body)
