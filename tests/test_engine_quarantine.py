@@ -51,7 +51,11 @@ def test_it_is_quarantined_and_sent_the_version_once_more() -> None:
         await trio.sleep(1.0)
         assert fleet.health()[0] is Health.STARTING, "its end is seen as before"
 
-    run(body)
+    assert run(body).said[:2] == [
+        f"engine 0 is quarantined: engine 0, report of version 1: {_TENSOR} has another digest\n"
+        "it is sent the newest version once more",
+        "engine 0 holds what was published, and is out of quarantine",
+    ]
 
 
 def test_a_second_mismatch_ends_the_run_with_the_tensors_name() -> None:

@@ -100,10 +100,11 @@ class EnginePool:
         """Start the engines' servers and keep them in service until cancelled; has started when all have served.
 
         `starts` has, by an engine's name, who starts its server; an engine without one runs elsewhere. `say` hears of
-        what is lost and comes back.
+        what is lost or quarantined and comes back.
         Raises (in an exception group): EngineError when a server cannot be started, dies more often than it may be
         started again, or none serves for too long.
         """
+        self._roster.say = say
         supervisor = Supervisor(self._roster, self._settings, say)
         async with trio.open_nursery() as nursery:
             for member in self._roster.members:

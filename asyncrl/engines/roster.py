@@ -77,6 +77,8 @@ class Roster:
         """
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever an engine comes or goes."""
+        self.say: Callable[[str], None] = lambda words: None
+        """Hears of who is quarantined, and comes out of it."""
         self._outage_timeout_s = outage_timeout_s
         self._outage_began = trio.current_time()
         self._changed = trio.Event()
@@ -120,12 +122,14 @@ class Roster:
             member.quarantines += 1
             self._set(member, Health.QUARANTINED, str(error))
             member.engine.withdraw(str(error))
+            self.say(f"{member.name} is quarantined: {error}\nit is sent the newest version once more")
         try:
             await self._pull_newest(member)
         except WeightMismatch as error:
             raise WeightMismatch(f"{error}; it was sent twice", tensor=error.tensor) from error
         if member.health is Health.QUARANTINED:  # else its end has been seen
             self._set(member, before, reason)
+            self.say(f"{member.name} holds what was published, and is out of quarantine")
 
     async def _pull_newest(self, member: Member) -> None:
         while self._is_held_back:
