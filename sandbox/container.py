@@ -37,6 +37,7 @@ _USER = 1000
 _OPEN_FILES = 256
 _MAX_PROCESSES = 4096  # of one user on the whole machine; the container's own limit is far below
 _HELD_PROCESSES = 4  # the two that wait, and what starts a command
+_GVISOR_THREADS = 512  # of its own, in the group whose limit counts them; without them it dies
 _STAGE_BYTES = 2**20  # directories to mount on
 _WAITING = "while :; do sleep 1000000 & wait; done"  # and buries what commands leave behind
 
@@ -249,7 +250,7 @@ class ContainerBackend:
         self, engine: Engine, boxes: Boxes, options: Sequence[str], image: str, settings: SandboxSettings, owner: str
     ) -> None:
         self.boxes = boxes
-        self.wall = "container-runsc" if engine.runtime.endswith("runsc") else "container"
+        self.wall = "container-runsc" if engine.is_gvisor else "container"
         self.open_ones: dict[str, trio.CancelScope] = {}
         """Name -> what ends the watch over the sandbox's lifetime."""
         self.nursery: trio.Nursery | None = None
@@ -343,7 +344,7 @@ class ContainerBackend:
         name = f"asyncrl-{self._owner}-{box.name}-{kind}"
         self.boxes.lease(box, containers=[name], engine=self._engine.program)
         async with self._starting:
-            options = [*self._options, *_limit_options(box), *_mounts(box), f"--workdir={box.work}"]
+            options = [*self._options, *_limit_options(self._engine, box), *_mounts(box), f"--workdir={box.work}"]
             await self._engine.call(
                 "run", "--name", name, *options, "--entrypoint=/bin/sh", self._image, "-c", _WAITING
             )
@@ -356,12 +357,12 @@ class ContainerBackend:
             await holder.aclose()
 
 
-def _limit_options(box: Box) -> list[str]:
+def _limit_options(engine: Engine, box: Box) -> list[str]:
     limits = box.limits
     cpu_s = max(1, round(limits["cpu_s"]))
     return [
         f"--memory={limits['memory_bytes']}", f"--memory-swap={limits['memory_bytes']}",
-        f"--pids-limit={limits['max_pids'] + _HELD_PROCESSES}",
+        f"--pids-limit={limits['max_pids'] + _HELD_PROCESSES + (_GVISOR_THREADS if engine.is_gvisor else 0)}",
         f"--ulimit=cpu={cpu_s}:{cpu_s + 1}", f"--ulimit=fsize={limits['disk_bytes']}:{limits['disk_bytes']}",
         f"--ulimit=nofile={_OPEN_FILES}:{_OPEN_FILES}", f"--ulimit=nproc={_MAX_PROCESSES}:{_MAX_PROCESSES}",
         "--ulimit=core=0:0",
@@ -383,10 +384,8 @@ def _fixed_options(engine: Engine, owner: str, profile: Path) -> list[str]:
         "--security-opt=no-new-privileges", f"--security-opt=seccomp={profile}", f"--user={_USER}:{_USER}",
         "--hostname=sandbox", "--stop-signal=SIGKILL", "--env=HOME=/tmp", "--env=LANG=C.UTF-8",
     ]  # fmt: skip
-    if os.path.basename(engine.program) == "podman":
+    if engine.is_podman:
         options.append("--read-only-tmpfs=false")  # else /run and /var/tmp may be filled without a limit
-    if engine.runtime:
-        options.append(f"--runtime={engine.runtime}")
     return options
 
 
@@ -443,7 +442,10 @@ async def _require_working(backend: ContainerBackend, limits: SandboxLimits) -> 
         result = await sandbox.exec(["true"])
     if result.outcome is not Outcome.OK or result.exit_code != 0:
         said = result.stderr.decode(errors="replace").strip()[-300:]
-        raise SandboxError(f"nothing runs in a container of this engine: {result.outcome} {result.detail} {said}")
+        raise SandboxError(
+            f"nothing runs in a container of this engine: {result.outcome} {result.detail} {said}; `asyncrl sandbox "
+            "self-test` may be tried with another engine or runtime ([sandbox] engine, runtime)"
+        )
 
 
 async def _remove(engine: Engine, ledger: leases.Ledger, root: Path, janitor: trio.Process) -> None:

@@ -59,7 +59,7 @@ class Holder:
 
     async def end_strays(self) -> None:
         """Kill every process of the container but those that wait. Raises SandboxError."""
-        if self.group is None:
+        if self.group is None or self.engine.is_gvisor:
             await self.engine.call("exec", self.name, "/bin/sh", "-c", "kill -9 -1 2>/dev/null; true")
             return
         for _ in range(_KILL_ROUNDS):
@@ -125,7 +125,7 @@ async def run_command(holder: Holder, box: Box, argv: Sequence[str], stdin: byte
     before = holder.counters()
     mark = secrets.token_hex(16).encode()
     outputs = Stream(caps["kept_output_bytes"]), Stream(caps["kept_output_bytes"])
-    words = [holder.engine.program, "exec", "--interactive", holder.name, "/bin/sh", "-c", _STARTED, mark.decode()]
+    words = holder.engine.command("exec", "--interactive", holder.name, "/bin/sh", "-c", _STARTED, mark.decode())
     ended_by: str | None = None
     try:
         process = await _open([*words, *argv])
@@ -211,7 +211,7 @@ async def run_in_shell(holder: Holder, box: Box, text: str, caps: dict[str, Any]
     began = trio.current_time()
     before = holder.counters()
     if holder.shell is None:
-        words = [holder.engine.program, "exec", "--interactive", holder.name, "/bin/sh", "-c", _SHELL]
+        words = holder.engine.command("exec", "--interactive", holder.name, "/bin/sh", "-c", _SHELL)
         holder.shell = await _open(words)
     mark = secrets.token_hex(16)
     quoted = "'" + text.replace("'", "'\\''") + "'"

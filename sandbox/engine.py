@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import tarfile
 from collections.abc import Sequence
@@ -26,13 +27,32 @@ class Engine:
     runtime: str
     """Empty for the engine's own."""
 
+    @property
+    def is_podman(self) -> bool:
+        """Whether it takes podman's options, not docker's."""
+        return os.path.basename(self.program) == "podman"
+
+    @property
+    def is_gvisor(self) -> bool:
+        """Whether containers have a kernel of their own, so that their processes are none of this machine's."""
+        return os.path.basename(self.runtime) == "runsc"
+
+    def command(self, *words: str) -> list[str]:
+        """Return the argument list of a command to the engine."""
+        if self.is_podman and self.is_gvisor:
+            # docker has these in its configuration; without a network of its own gVisor would want one to bridge to
+            return [self.program, f"--runtime={self.runtime}", "--runtime-flag=network=none", *words]
+        if words[0] == "run" and self.runtime:
+            return [self.program, "run", f"--runtime={self.runtime}", *words[1:]]
+        return [self.program, *words]
+
     async def call(self, *words: str, stdin: bytes = b"") -> str:
         """Return what a command printed. Raises SandboxError where it failed, or did not answer in time."""
         what = f"{self.program} {words[0]}"
         try:
             with trio.fail_after(_CALL_S):
                 done = await trio.run_process(
-                    [self.program, *words], stdin=stdin, capture_stdout=True, capture_stderr=True, check=False
+                    self.command(*words), stdin=stdin, capture_stdout=True, capture_stderr=True, check=False
                 )
         except trio.TooSlowError:
             raise SandboxError(
@@ -54,8 +74,7 @@ async def find_engine(program: str, runtime: str) -> Engine:
             f"the sandbox backend 'container' needs {' or '.join(names)}: install it, or name another by engine "
             "([sandbox] engine)"
         )
-    if not runtime and shutil.which("runsc"):
-        runtime = "runsc"
+    runtime = runtime or shutil.which("runsc") or ""
     engine = Engine(program=found, runtime=runtime)
     try:
         await engine.call("info")

@@ -57,7 +57,8 @@ def skip_unless_possible(backend: str) -> None:
 def settings(**changes: Any) -> SandboxSettings:
     """Return settings that work on this machine."""
     if changes.get("backend") == "container":
-        changes = {"image": "host", **changes}
+        own = next((name for name in ("crun", "runc") if shutil.which(name)), "")
+        changes = {"image": "host", "runtime": own, **changes}
     return SandboxSettings(**{"allow_weaker": not has_groups(), "limits": LIMITS, **changes})
 
 
