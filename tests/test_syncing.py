@@ -12,9 +12,11 @@ from loop_simulation import Simulation, audited, simulate
 
 from asyncrl.buffers import BufferSettings, Journal
 from asyncrl.errors import WeightSyncError, leaves
+from asyncrl.protocols import SyncReport
 from asyncrl.run import Limits
 from asyncrl.run_history import read_history
 from asyncrl.run_journal import Kind
+from asyncrl.status import RunStatus
 from asyncrl.testing import Rates
 from asyncrl.types import Completion, TokenIds
 
@@ -196,3 +198,26 @@ def test_a_line_of_metrics_holds_the_syncs_that_ended_before_it(tmp_path: Path) 
     recorded = sum(record["syncs"] for record in steps)
     assert recorded < simulation.status.weight_syncs == recorded + simulation.run.syncs.lap()["syncs"]
     assert all(record["sync_seconds"] > _SLOW.sync_s - 1e-6 for record in steps if record["syncs"])
+
+
+def test_bytes_are_counted_by_encoding_and_whole_reads_by_their_reason_across_a_resume() -> None:
+    def report(num_bytes: int, encoding: str = "delta", chain_break: str = "") -> SyncReport:
+        return SyncReport(
+            engine="engine 0",
+            version=1,
+            verified=True,
+            num_bytes=num_bytes,
+            seconds={},
+            stall_seconds=0.0,
+            encoding=encoding,
+            chain_break=chain_break,
+        )
+
+    status = RunStatus()
+    status.count_sync([report(700, "full", "no_copy"), report(700, "full", "no_copy")])
+    status.count_sync([report(10), report(700, "full", "other_base")])
+    resumed = RunStatus()
+    resumed.restore(status.counters())
+    resumed.count_sync([report(30)])
+    assert resumed.weight_sync_bytes == {"full": 2100, "delta": 40}
+    assert resumed.weight_sync_chain_breaks == {"no_copy": 2, "other_base": 1}

@@ -185,12 +185,16 @@ def test_a_run_trains_measures_checkpoints_and_goes_on_until_its_tasks_end(
 ) -> None:
     before = _shared_memory()
     tasks = ("--set", "environment.options.epochs=2")  # ten tasks, two a step
+    with config.open("a") as text:
+        text.write('\n[weight_sync]\ndelta = true\nverify = "full"\n')
     output = _train(config, *tasks)
     assert "what the run did" in output
     summary = json.loads(directory.summary.read_text())
     assert summary["steps"] == summary["policy_version"] == 3
     assert summary["weight_syncs"] == summary["weight_syncs_verified"] == 3 - summary["versions_superseded"] > 0
     assert 0 <= summary["last_sync"]["canary_distance"] < 0.5
+    assert summary["weight_sync_chain_breaks"]["no_copy"] == 1, "the engine's first version"
+    assert summary["weight_sync_bytes"]["full"] > 0
     assert summary["max_staleness_trained"] <= 1
     assert 0 < summary["tokens_trained"] <= summary["tokens_generated"]
     assert summary["eval"]["tasks"] == 2
