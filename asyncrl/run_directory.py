@@ -46,8 +46,9 @@ _MAY_DIFFER = (
     "engine.start_timeout_s",
     "engine.outage_timeout_s",
 )
-_MAY_DIFFER_SECTIONS = ("metrics", "evaluation", "journal")
-"""What a resumed run may change: how long it goes on and how it is watched, never what is learned or how."""
+_MAY_DIFFER_SECTIONS = ("metrics", "evaluation", "journal", "weight_sync")
+"""What a resumed run may change: how long it goes on, how it is watched and how weights travel; never what is learned
+or how."""
 
 
 class RunDirectory:

@@ -195,7 +195,7 @@ def test_a_run_of_another_configuration_is_not_resumed(
         pass
     error = _refused(capsys, "train", str(config), "--resume", *settings, "--set", "learner.learning_rate=1e-3")
     assert "belongs to another configuration: learner.learning_rate is 0.001 now and was 1e-06" in error
-    longer = load_config(config, [settings[1], "run.steps=500", "metrics.port=9"])
+    longer = load_config(config, [settings[1], "run.steps=500", "metrics.port=9", "weight_sync.delta=true"])
     assert run_directory.choose(longer, resume=True).path == tmp_path / "run"
 
 
