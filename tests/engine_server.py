@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tiny_model import build_tiny_model
 
+from asyncrl import keeper
 from asyncrl.engines import EngineSettings, command, free_port
 
 
@@ -21,8 +23,14 @@ class Server:
 
     url: str
     process: subprocess.Popen[bytes]
+    """Its keeper, which ends when it does."""
     model_directory: Path
     log: Path
+
+    def kill(self) -> None:
+        """Kill the server's own process; the keeper sees to the rest."""
+        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
 
 
 @contextmanager
@@ -32,21 +40,22 @@ def running_server(directory: Path, settings: EngineSettings) -> Iterator[Server
     port = free_port()
     argv, environment = command(settings, str(directory / "model"), port)
     log = directory / "vllm.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            argv,
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    read, write = os.pipe()
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__, "--pipe", str(read), "--grace", "20", "--", *argv],
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[read],
+            )
+    finally:
+        os.close(read)
     try:
         yield Server(url=f"http://127.0.0.1:{port}", process=process, model_directory=directory / "model", log=log)
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        os.close(write)  # which ends the server and all that came from it, also when these tests are killed
+        process.wait(40)

@@ -789,7 +789,7 @@ def test_a_server_that_dies_fails_its_requests_and_its_sync_at_once(server: Serv
                 for draft in drafts:
                     nursery.start_soon(one, draft)
                 await wait_begun(rig.engine, 4)
-                os.kill(server.process.pid, signal.SIGKILL)  # what tracks its semaphores ends after it, by itself
+                server.kill()
         assert len(failures) == 4
         assert all("does not answer" in str(failure) for failure in failures)
         for draft in drafts:
