@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.sandbox import cgroups, kernel, leases, profile, safe_files
 from asyncrl.sandbox.commands import Box
-from asyncrl.sandbox.layers import Layer, Layers, overlay
+from asyncrl.sandbox.layers import Layer, Layers
 from asyncrl.sandbox.spawn import user
 
 _REMOVE_TRIES = 200  # a group stays busy for some ms after its last process; at 10 ms each, two seconds
@@ -179,7 +179,7 @@ class Boxes:
             for below in ("changed", "work"):
                 self._directory(os.path.join(box.path, below), uid, 0o755)
             task = os.path.join(box.path, "task")
-            overlay(box.layer, task, box.changed, os.path.join(box.path, "work"))
+            self._layers.overlay(box.layer, task, box.changed, os.path.join(box.path, "work"))
             box.mounts.append(task)
         box.directory = os.open(os.path.join(box.path, "task"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         for number, (path, layer) in enumerate(sorted(shown.items())):
@@ -188,7 +188,7 @@ class Boxes:
             if layer is not None:
                 layer.held += 1
                 box.held.append(layer)
-                overlay(layer, source, None, None)
+                self._layers.overlay(layer, source, None, None)
                 box.mounts.append(source)
             box.places[path] = layer
             box.binds.append((path, source, layer is None))

@@ -302,6 +302,7 @@ def main(descriptor: str) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the owner ends this process by closing the socket
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.umask(0o022)  # what is made here is for the sandboxes' users to see, whatever the owner's files are
     kernel.adopt_orphans()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each running command takes seven

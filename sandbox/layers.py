@@ -57,6 +57,7 @@ class Layers:
 
     root: str
     by_name: dict[str, Layer] = field(default_factory=dict)
+    is_root: bool = field(default_factory=kernel.is_root_of_the_machine)
 
     def get(self, name: str) -> Layer:
         """Return an open layer. Raises KeyError."""
@@ -126,6 +127,20 @@ class Layers:
         self.by_name[layer.name] = layer
         return layer
 
+    def overlay(self, layer: Layer, target: str, upper: str | None, work: str | None) -> None:
+        """Mount the files of `layer` at `target`, written to in `upper`; read-only without one. Raises OSError."""
+        chain = layer.chain()
+        if upper is None and len(chain) == 1:
+            kernel.mount(layer.tree, target, None, kernel.MS_BIND)
+            return
+        options = "lowerdir=" + ":".join(one.tree for one in chain)
+        if upper is not None:
+            options += f",upperdir={upper},workdir={work}"
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | (0 if upper is not None else kernel.MS_RDONLY)
+        # by root a renamed directory is noted as such; in a user namespace the renamer is told to copy it (EXDEV)
+        options += ",redirect_dir=on,index=off,metacopy=off" if self.is_root else ",userxattr"
+        kernel.mount("asyncrl", target, "overlay", flags, options)
+
     def let_go(self, layer: Layer) -> None:
         """Give up one hold; with the last one the layer is removed."""
         layer.held -= 1
@@ -135,21 +150,6 @@ class Layers:
         os.rmdir(layer.path)
         for one in layer.below:
             self.let_go(one)
-
-
-def overlay(layer: Layer, target: str, upper: str | None, work: str | None) -> None:
-    """Mount the files of `layer` at `target`, written to in `upper`; read-only without one. Raises OSError."""
-    chain = layer.chain()
-    if upper is None and len(chain) == 1:
-        kernel.mount(layer.tree, target, None, kernel.MS_BIND)
-        return
-    options = "lowerdir=" + ":".join(one.tree for one in chain)
-    if upper is not None:
-        options += f",upperdir={upper},workdir={work}"
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV | (0 if upper is not None else kernel.MS_RDONLY)
-    # by root a renamed directory is noted as such; in a user namespace the renamer is told to copy it (EXDEV)
-    options += ",redirect_dir=on,index=off,metacopy=off" if kernel.is_root_of_the_machine() else ",userxattr"
-    kernel.mount("asyncrl", target, "overlay", flags, options)
 
 
 class _Copy:

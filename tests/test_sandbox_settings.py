@@ -174,3 +174,11 @@ def test_without_control_groups_a_weaker_wall_is_taken_only_by_name(tmp_path: Pa
         "SandboxError no control group file system is mounted at /sys/fs/cgroup; or set allow_weaker"
     )
     assert probed(tmp_path, namespaces, without_groups) == "bubblewrap-rlimits b'12\\n1000\\n'\n"
+
+
+@pytest.mark.slow
+def test_files_that_the_owner_makes_for_itself_alone_are_no_hindrance(tmp_path: Path) -> None:
+    """Kills the mutant whose launcher keeps the owner's mask: its directories would be closed to the sandbox's user."""
+    assert probed(tmp_path, "--user --map-root-user", "umask 077").endswith(" b'12\\n1000\\n'\n")
+    if os.geteuid() == 0:
+        assert probed(tmp_path, "--mount", "umask 077").endswith(" b'12\\n1000\\n'\n")

@@ -114,8 +114,9 @@ def test_background_processes_go_on_between_commands(backend: str, tmp_path: Pat
 
     async def body(sandboxes: SandboxBackend) -> None:
         async with await sandboxes.open({}, limits=LIMITS) as sandbox:
-            loop = f": {mark}; while test ! -e stop; do sleep 0.01; done; echo late"
-            assert await said(sandbox, f"sh -c '{loop}' &") == (Outcome.OK, 0, b"")
+            loop = f": {mark} > on; while test ! -e stop; do sleep 0.01; done; echo late"
+            command = f"sh -c '{loop}' & until test -e on; do sleep 0.01; done"
+            assert await said(sandbox, command) == (Outcome.OK, 0, b"")
             assert (await sandbox.exec(["true"])).outcome is Outcome.OK
             assert processes_with(mark) != []
             assert await said(sandbox, "touch stop; wait") == (Outcome.OK, 0, b"late\n")
@@ -144,7 +145,8 @@ def test_kill_ends_everything_inside_and_keeps_the_files(backend: str, tmp_path:
 
     async def body(sandboxes: SandboxBackend) -> None:
         async with await sandboxes.open({}, limits=LIMITS) as sandbox:
-            await sandbox.shell(f"echo kept > file; setsid -f sleep {mark}; sleep {mark} &")
+            running = "until grep -q sleep /proc/$!/cmdline; do :; done"  # and not about to be
+            await sandbox.shell(f"echo kept > file; setsid -f sleep {mark}; sleep {mark} & {running}")
             assert processes_with(mark) != []
             await sandbox.kill()
             assert processes_with(mark) == []
