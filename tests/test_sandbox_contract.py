@@ -11,11 +11,11 @@ import pytest
 import trio
 from sandboxes import (
     LIMITS,
-    cannot_sandbox,
     groups_of,
     has_groups,
     opened,
     processes_with,
+    skip_unless_possible,
     wait_started,
     with_backend,
 )
@@ -344,8 +344,7 @@ def test_many_commands_at_a_time_get_their_own_results(backend: str, tmp_path: P
 
 
 def test_leaving_the_backend_removes_everything(backend: str, tmp_path: Path) -> None:
-    if reason := cannot_sandbox():
-        pytest.skip(reason)
+    skip_unless_possible(backend)
     mark = f"3155{os.getpid()}"
 
     async def main() -> None:
