@@ -14,7 +14,8 @@ from asyncrl.sandbox.commands import Box
 from asyncrl.sandbox.layers import Layer, Layers
 from asyncrl.sandbox.spawn import user
 
-_REMOVE_TRIES = 200  # a group stays busy for some ms after its last process; at 10 ms each, two seconds
+_REMOVE_TRIES = 500  # a group stays busy for some ms after its last process, longer on a busy machine
+_REMOVE_PAUSE_S = 0.01  # so five seconds in all
 _OUTER_PROCESSES = 4  # bubblewrap and its first process inside, for one command and for the shell
 _OVERLAY_FILES = 8  # an overlay's own directories, and those that a sandbox begins with
 _PLACE = re.compile(r"(/[A-Za-z0-9_.-]+)+")
@@ -271,7 +272,7 @@ class Boxes:
             self._remove(box)
         while self._dying:
             self.remove_dying()
-            time.sleep(0.002)
+            time.sleep(_REMOVE_PAUSE_S)
         if self._hierarchy is None or self._hierarchy.remove():
             self._ledger.remove("launcher")
 
