@@ -2,9 +2,10 @@
 
 Engines are servers of the model, with the flags of a run. `requests` completions run all the time; a further one, whose
 tokens are sent one by one, tells when no token came (every request of a server advances in the same decode step). The
-learner is a process of its own (`weight_sync_learner`). Windows take turns, round by round: no sync, a sync every
-second with whole versions, the same with deltas. A busy moment so meets all three, and a ratio is the median over
-rounds of the ratio within a round. At the end an engine is drained, reloaded from disk by vLLM itself and resumed.
+learner is a process of its own (`weight_sync_learner`), which does nothing but publish. Windows take turns, round by
+round: no sync; whole versions, one every second or as soon as the one before is in place; the same with deltas. A busy
+moment so meets all three, and a ratio is the median over rounds of the ratio within a round. At the end of the first
+measurement an engine is drained, reloaded from disk by vLLM itself and resumed.
 
 The report, as `--json` writes it:
 
@@ -23,7 +24,7 @@ The report, as `--json` writes it:
 | ....syncs[].pause_seconds | in which the engines were paused; the longest |
 | ....syncs[].gap_seconds | in which no token came, above the median time between two; the longest of the engines |
 | ....syncs[].num_bytes | that the engines read, all together |
-| ....syncs[].changed_share | of the weights' values that the step changed |
+| ....syncs[].changed_share | of the weights' values, between two versions |
 | reload | drain, reload and resume of one engine: save_seconds, drain_seconds, load_seconds, seconds, gap_seconds |
 | ratios.pause_over_copy, .gap_over_copy | one engine, whole versions, medians; the gap less that without syncs |
 | ratios.throughput_full, .throughput_delta | tokens a second of N = 1, with syncs over without |

@@ -1,10 +1,11 @@
-"""The learner of `asyncrl bench weight-sync`: float32 weights that move as an optimizer moves them, and a publisher.
+"""The learner of `asyncrl bench weight-sync`: two versions that lie one optimizer step apart, and a publisher.
 
-    python -m asyncrl.bench.weight_sync_learner '{"model": ..., "run_id": ..., "learning_rate": ..., "directory": ...}'
+    python -m asyncrl.bench.weight_sync_learner '{"model": ..., "run_id": ..., "learning_rate": ..., ...}'
 
 Prints a line of JSON when it is ready and one for each line, the name of a method, that it reads. It ends with its
-input. There is no gradient: Adam moves a weight by about the learning rate, whatever the gradient, so each one is moved
-by that much to a side that is drawn.
+input. The two versions are published by turns, so that nothing but the publishing takes time here. There is no
+gradient: Adam moves a weight by about the learning rate, whatever the gradient, so each float32 weight of the second
+version lies that far from the first, to a side that is drawn.
 """
 
 from __future__ import annotations
@@ -27,37 +28,50 @@ Report = dict[str, Any]
 
 
 class BenchLearner:
-    """The weights and their publisher."""
+    """The versions and who publishes them."""
 
-    def __init__(self, model: Path, publisher: FilePublisher, learning_rate: float, directory: Path) -> None:
+    def __init__(self, model: Path, run_id: str, learning_rate: float, directory: Path) -> None:
         files = sorted(model.glob("*.safetensors"))
-        self._weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        self._masters = {name: tensor.to(torch.float32, copy=True) for name, tensor in self._weights.items()}
-        self._publisher, self._learning_rate, self._directory = publisher, learning_rate, directory
-        self._generator = torch.Generator().manual_seed(0)
+        first = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        generator = torch.Generator().manual_seed(0)
+        second = {}
+        for name, tensor in first.items():
+            sides = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8) * 2 - 1
+            second[name] = (tensor.float() + learning_rate * sides).to(tensor.dtype)
+        changed = sum(int((second[name] != tensor).sum()) for name, tensor in first.items())
+        self._changed_share = changed / sum(tensor.numel() for tensor in first.values())
+        self._versions = (first, second)
+        self._run_id, self._directory = run_id, directory
+        self._publisher: FilePublisher | None = None
+        self._has_deltas = False
         self._version = 0
 
     def publish(self) -> Report:
-        """Take a step, publish what it leads to, and return the manifest, what it took, and what a step changed."""
+        """Publish the next version whole, and return its manifest, what that took, and how much has changed."""
+        return self._publish(delta=False)
+
+    def publish_delta(self) -> Report:
+        """The same with a delta beside it; the first one after whole versions has none."""
+        return self._publish(delta=True)
+
+    def _publish(self, *, delta: bool) -> Report:
+        if self._publisher is None or self._has_deltas != delta:
+            self.close()
+            self._publisher = SharedMemoryPublisher(run_id=self._run_id, delta=delta)
+            self._has_deltas = delta
         self._version += 1
-        changed = 0
-        for name, master in self._masters.items():
-            sides = torch.randint(0, 2, master.shape, generator=self._generator, dtype=torch.int8)
-            master.add_(sides.mul_(2).sub_(1), alpha=self._learning_rate)
-            weight = master.to(self._weights[name].dtype, copy=True)
-            changed += int((weight != self._weights[name]).sum())
-            self._weights[name] = weight
         started = time.perf_counter()
-        manifest = self._publisher.publish(self._weights, self._version)
+        manifest = self._publisher.publish(self._versions[self._version % 2], self._version)
+        seconds = time.perf_counter() - started
         return {
             "manifest": manifest_to_json(manifest),
-            "seconds": time.perf_counter() - started,
-            "changed_share": changed / sum(weight.numel() for weight in self._weights.values()),
+            "seconds": seconds,
+            "changed_share": self._changed_share,
         }
 
     def copy(self) -> Report:
         """Return what a plain copy of the same bytes in memory takes, into memory that is there already."""
-        source = torch.cat([weight.reshape(-1).view(torch.uint8) for weight in self._weights.values()])
+        source = torch.cat([weight.reshape(-1).view(torch.uint8) for weight in self._versions[0].values()])
         target = source.clone()
         seconds = []
         for _ in range(7):
@@ -69,19 +83,27 @@ class BenchLearner:
     def save(self) -> Report:
         """Write the weights to disk as a checkpoint, and return where and how long that took."""
         started = time.perf_counter()
-        save_file(self._weights, self._directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(self._versions[0], self._directory / "model.safetensors", metadata={"format": "pt"})
         return {"directory": str(self._directory), "seconds": time.perf_counter() - started}
+
+    def close(self) -> None:
+        """Remove what was published."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
 
 
 def main() -> None:
     """Answer until the input ends."""
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
-    with SharedMemoryPublisher(run_id=job["run_id"], delta=True) as publisher:
-        learner = BenchLearner(Path(job["model"]), publisher, job["learning_rate"], Path(job["directory"]))
+    learner = BenchLearner(Path(job["model"]), job["run_id"], job["learning_rate"], Path(job["directory"]))
+    try:
         print("{}", flush=True)
         for line in sys.stdin:
             print(json.dumps(getattr(learner, line.strip())()), flush=True)
+    finally:
+        learner.close()
 
 
 if __name__ == "__main__":

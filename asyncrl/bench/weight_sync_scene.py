@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +45,7 @@ class WeightSyncBench:
     """Of one window."""
     rounds: int = 3
     learning_rate: float = 1e-5
-    """How far a step moves every float32 weight."""
+    """How far two versions lie apart in every float32 weight."""
     threads: int = 0
     """Of each engine; 0 shares out the cores."""
 
@@ -174,10 +174,8 @@ class Scene:
 
     async def sync(self, *, delta: bool) -> Report:
         """Publish and pull one version."""
-        published = await self.learner.ask("publish")
+        published = await self.learner.ask("publish_delta" if delta else "publish")
         manifest = manifest_from_json(published["manifest"])
-        if not delta:
-            manifest = replace(manifest, deltas=False, delta=None)
         pulls: list[SyncReport] = []
 
         async def pull(engine: VLLMEngine) -> None:
