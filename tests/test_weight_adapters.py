@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import build_tiny_model, state_of
-from vllm_model import build_vllm_model, layer_outputs, wanted_outputs
+from vllm_model import assert_holds, build_vllm_model
 
 from asyncrl.errors import WeightMismatch
 from asyncrl.types import WeightManifest
@@ -20,7 +20,6 @@ from asyncrl.weight_sync.reports import check_reports
 
 pytestmark = pytest.mark.engine
 
-INPUTS = torch.randn((3, 128), generator=torch.Generator().manual_seed(1))
 RANK, SCALE = 4, 2.0
 TARGETS = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.down_proj")]
 
@@ -65,12 +64,6 @@ def pull(engine: Any, manifest: WeightManifest) -> dict[str, Any]:
     return report
 
 
-def assert_holds(engine: Any, state: dict[str, torch.Tensor]) -> None:
-    found, wanted = layer_outputs(engine.model, INPUTS), wanted_outputs(state, INPUTS)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4)
-
-
 def test_versions_of_an_adapter_are_sent_alone_and_do_not_add_up(engine: Any, tmp_path: Path) -> None:
     """Kills: the second adapter on top of the first, a scale that is left out, base weights that are sent too."""
     state = state_of(tmp_path / "model")
@@ -80,14 +73,14 @@ def test_versions_of_an_adapter_are_sent_alone_and_do_not_add_up(engine: Any, tm
             report = pull(engine, publisher.publish(factors, version, adapter_scale=SCALE))
             assert report["num_bytes"] == sum(tensor.nbytes for tensor in factors.values())
             assert report["num_bytes"] < sum(tensor.nbytes for tensor in state.values()) / 10
-            assert_holds(engine, with_adapter(state, factors))
+            assert_holds(engine.model, with_adapter(state, factors))
         next(iter(factors.values()))[0, 0] += 1.0
         report = pull(engine, publisher.publish(factors, 3, adapter_scale=SCALE))
         assert (report["encoding"], report["num_bytes"]) == ("delta", 8)
-        assert_holds(engine, with_adapter(state, factors))
+        assert_holds(engine.model, with_adapter(state, factors))
         whole = {name: tensor * 0.5 for name, tensor in state.items()}
         pull(engine, publisher.publish(whole, 4))
-        assert_holds(engine, whole)
+        assert_holds(engine.model, whole)
 
 
 @pytest.mark.parametrize(
@@ -125,4 +118,4 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name_before_the_model_is_tou
         with pytest.raises(WeightMismatch, match=words):
             pull(engine, manifest)
         assert engine.report()["version"] == 1
-        assert_holds(engine, with_adapter(state, first))
+        assert_holds(engine.model, with_adapter(state, first))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import build_tiny_model, state_of
-from vllm_model import build_vllm_model, layer_outputs, wanted_outputs
+from vllm_model import INPUTS, assert_holds, build_vllm_model, layer_outputs, wanted_outputs
 
 from asyncrl.errors import WeightMismatch
 from asyncrl.types import TensorEntry, Verification, WeightManifest
@@ -22,7 +22,6 @@ from asyncrl.weight_sync.shared_memory import SharedMemoryPublisher
 
 pytestmark = pytest.mark.engine
 
-INPUTS = torch.randn((3, 128), generator=torch.Generator().manual_seed(1))
 GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
 
@@ -54,14 +53,6 @@ class Rig:
         report: dict[str, Any] = self.engine.report()
         return report
 
-    def assert_holds(self, state: dict[str, torch.Tensor]) -> None:
-        """Compare what every kind of weight makes of some inputs with the tensors alone."""
-        found, wanted = layer_outputs(self.model, INPUTS), wanted_outputs(state, INPUTS)
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(
-                found[name], tensor, atol=1e-4, rtol=1e-4, msg=lambda words, n=name: f"{n}: {words}"
-            )
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
@@ -87,11 +78,11 @@ def test_deltas_and_whole_versions_load_the_same_weights(rig: Rig) -> None:
         manifest = rig.publish()
         reports.append(rig.pull(manifest))
         check_reports(manifest, reports[-1:], "engine")
-        rig.assert_holds(rig.state)
+        assert_holds(rig.model, rig.state)
     rig.publish()
     manifest = rig.publish()
     reports.append(rig.pull(manifest))
-    rig.assert_holds(rig.state)
+    assert_holds(rig.model, rig.state)
     assert [(report["encoding"], report["chain_break"]) for report in reports] == [
         ("full", "no_copy"),
         ("delta", ""),
@@ -197,11 +188,11 @@ def test_a_dropped_swapped_truncated_or_stale_tensor_is_named_before_the_model_i
     assert caught.value.tensor in ({GATE, UP} if damage is swapped else {tensor})
     report = rig.engine.report()
     assert (report["version"], report["broken"], report["mismatched"]) == (1, "", caught.value.tensor)
-    rig.assert_holds(held)
+    assert_holds(rig.model, held)
     Path(manifest.location).write_bytes(whole)
     again = rig.pull(manifest)
     assert (again["version"], again["mismatched"]) == (2, "")
-    rig.assert_holds(rig.state)
+    assert_holds(rig.model, rig.state)
 
 
 def test_master_weights_of_float32_become_the_engines_dtype(tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import build_tiny_model, state_of
-from vllm_model import build_vllm_model, layer_outputs, wanted_outputs
+from vllm_model import assert_holds, build_vllm_model
 
 from asyncrl.errors import WeightSyncError
 
 pytestmark = pytest.mark.engine
-
-INPUTS = torch.randn((3, 128), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -27,12 +25,6 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def another(directory: Path, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in state_of(directory).items()}
-
-
-def assert_holds(model: Any, state: dict[str, torch.Tensor]) -> None:
-    found, wanted = layer_outputs(model, INPUTS), wanted_outputs(state, INPUTS)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4, msg=lambda words, n=name: f"{n}: {words}")
 
 
 def test_a_version_reaches_every_weight_fused_packed_and_tied_ones_too(loaded: tuple[Any, Any, Path]) -> None:

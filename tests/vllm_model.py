@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+INPUTS = torch.randn((3, 128), generator=torch.Generator().manual_seed(1))
+
 
 def build_vllm_model(directory: Path, *, dtype: str = "float32", rank: int = 0, world_size: int = 1) -> tuple[Any, Any]:
     """Return vLLM's model of a model directory as its worker holds it, and vLLM's configuration.
@@ -85,3 +87,10 @@ def wanted_outputs(state: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> d
         "norm": first["input_layernorm.weight"],
         "head": inputs @ state.get("lm_head.weight", embedding).T,
     }
+
+
+def assert_holds(model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Compare what every kind of weight makes of some inputs with what the tensors alone make of them."""
+    found, wanted = layer_outputs(model, INPUTS), wanted_outputs(state, INPUTS)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4, msg=lambda words, n=name: f"{n}: {words}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import WeightMismatch, WeightSyncError
-from asyncrl.types import WeightManifest
+from asyncrl.types import PolicyVersion, WeightManifest
 from asyncrl.weight_sync.weight_file import header_of
 
 _OUTPUT_EMBEDDING = "lm_head.weight"
@@ -25,6 +26,22 @@ def checkpoint_shapes(directory: str | os.PathLike[str]) -> dict[str, tuple[int,
     if not files:
         raise WeightSyncError(f"the engine's model directory {directory} has no *.safetensors file to check names by")
     return {name: tuple(entry["shape"]) for file in files for name, entry in header_of(file).items()}
+
+
+def has_tied_embeddings(model_config: Any) -> bool:
+    """Tell whether a model's output embedding is its input embedding, from vLLM's `ModelConfig`."""
+    return bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
+
+
+def check_follows(manifest: WeightManifest, run_id: str | None, version: PolicyVersion | None) -> None:
+    """Refuse a manifest of another run than the engine's, or of a version before the one it holds.
+
+    None stands for an engine that belongs to no run, or holds no version, yet. Raises: WeightSyncError.
+    """
+    if run_id is not None and manifest.run_id != run_id:
+        raise WeightSyncError(f"this engine belongs to run {run_id}, the manifest is of run {manifest.run_id}")
+    if version is not None and manifest.version < version:
+        raise WeightSyncError(f"version {manifest.version} was sent to an engine that holds {version}")
 
 
 def check_names(manifest: WeightManifest, expected: Mapping[str, tuple[int, ...]], *, tied_embeddings: bool) -> None:

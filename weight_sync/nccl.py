@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -124,11 +125,10 @@ class NcclPublisher:
         return manifest
 
     def _send(self) -> None:
-        try:
+        with ExitStack() as unless_sent:
+            unless_sent.callback(self.close)  # ranks may still stand in the broadcast: the group is of no use any more
             self._trainer.send_weights()
-        except BaseException:
-            self.close()  # ranks may still stand in the broadcast: the group cannot be used again
-            raise
+            unless_sent.pop_all()
 
     @property
     def _location(self) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -106,7 +106,8 @@ class FilePublisher:
             self._published.remove(manifest)
             _remove(Path(manifest.location))
         path = self.directory / f"{PREFIX}{self.run_id}-{version}{WEIGHTS_SUFFIX}"
-        with _nothing_left(path):
+        with ExitStack() as unless_whole:
+            unless_whole.callback(_remove, path)
             entries = write_weight_file(
                 path,
                 entries,
@@ -129,6 +130,7 @@ class FilePublisher:
             if self._delta and self._published:
                 manifest = replace(manifest, delta=self._write_delta(self._published[-1], manifest))
             write_manifest(manifest, path.with_name(path.name + MANIFEST_SUFFIX))
+            unless_whole.pop_all()
         self._published.append(manifest)
         return manifest
 
@@ -184,16 +186,6 @@ class FilePublisher:
 def _remove(path: Path) -> None:
     for suffix in (MANIFEST_SUFFIX, MANIFEST_SUFFIX + ".tmp", DELTA_SUFFIX, ""):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-@contextmanager
-def _nothing_left(path: Path) -> Iterator[None]:
-    """Remove a version's files if it could not be published whole."""
-    try:
-        yield
-    except BaseException:
-        _remove(path)
-        raise
 
 
 def _take_lock(path: Path, run_id: str) -> int:

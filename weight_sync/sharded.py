@@ -16,7 +16,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.types import TensorEntry
 from asyncrl.weight_sync.weight_file import layout
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -28,6 +28,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""torch's dtypes by the names that safetensors gives them."""
 
 
 def entries_of(tensors: Mapping[str, Any], cast_to: torch.dtype | None = None) -> tuple[TensorEntry, ...]:
@@ -69,9 +70,9 @@ def sent_dtype(tensor: torch.Tensor, cast_to: torch.dtype | None) -> torch.dtype
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
-    if dtype not in _DTYPE_NAMES:
-        raise WeightSyncError(f"cannot send {name}: dtype {dtype} is not one of {', '.join(map(str, _DTYPE_NAMES))}")
-    return _DTYPE_NAMES[dtype]
+    if dtype not in DTYPE_NAMES:
+        raise WeightSyncError(f"cannot send {name}: dtype {dtype} is not one of {', '.join(map(str, DTYPE_NAMES))}")
+    return DTYPE_NAMES[dtype]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

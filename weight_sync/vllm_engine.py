@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.types import WeightManifest
 from asyncrl.weight_sync.adapters import check_adapter
 from asyncrl.weight_sync.manifest import manifest_from_json
-from asyncrl.weight_sync.names import check_names, checkpoint_shapes
+from asyncrl.weight_sync.names import check_follows, check_names, checkpoint_shapes, has_tied_embeddings
 from asyncrl.weight_sync.reader import Reader
 from asyncrl.weight_sync.vllm_staging import Shadow
 from asyncrl.weight_sync.vllm_update import Update
@@ -112,23 +113,20 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             self._update.advance(whole if update_info.num_tensors is None else update_info.num_tensors, self._executor)
 
     def _begin(self, manifest: WeightManifest) -> Update:
-        if self._run_id is not None and manifest.run_id != self._run_id:
-            raise WeightSyncError(
-                f"this engine belongs to run {self._run_id}, the manifest is of run {manifest.run_id}"
-            )
-        if self._version is not None and manifest.version < self._version:
-            raise WeightSyncError(f"version {manifest.version} was sent to an engine that holds {self._version}")
-        expected = checkpoint_shapes(self.model_config.model)
+        check_follows(manifest, self._run_id, self._version)
         if manifest.adapter_scale is not None:
-            check_adapter(manifest, expected)
+            check_adapter(manifest, self._expected)
         else:
-            tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-            check_names(manifest, expected, tied_embeddings=tied)
+            check_names(manifest, self._expected, tied_embeddings=has_tied_embeddings(self.model_config))
         if not (self._staged and self._can_stage):
             self._shadow = None
         elif self._shadow is None:
             self._shadow = Shadow(self.model, self.model_config)
         return Update(manifest, self._reader, self.model, self.model_config, self._shadow)
+
+    @cached_property
+    def _expected(self) -> dict[str, tuple[int, ...]]:
+        return checkpoint_shapes(self.model_config.model)
 
     def finish_weight_update(self) -> None:
         """Put the update in place: no decode step may run meanwhile. Raises: WeightSyncError if it is not whole."""
@@ -148,12 +146,14 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     @contextmanager
     def _dropping(self) -> Iterator[None]:
         """Whatever is wrong with an update before it is in place, note the tensor and forget the update."""
-        try:
-            yield
-        except BaseException as error:
-            self._mismatched = error.tensor if isinstance(error, WeightMismatch) else ""
-            self._drop()
-            raise
+        with ExitStack() as unless_right:
+            unless_right.callback(self._drop)
+            try:
+                yield
+            except WeightMismatch as error:
+                self._mismatched = error.tensor
+                raise
+            unless_right.pop_all()
 
     def _drop(self) -> None:
         """Forget an update that is not whole, and its shadow: which of its layers are loaded is not worth knowing."""

@@ -17,7 +17,7 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.types import Verification, WeightManifest
 from asyncrl.weight_sync.checksum import DIGESTS
 from asyncrl.weight_sync.manifest import combined_digest
-from asyncrl.weight_sync.names import check_names, checkpoint_shapes
+from asyncrl.weight_sync.names import check_follows, check_names, checkpoint_shapes, has_tied_embeddings
 from asyncrl.weight_sync.sharded import bytes_of, entries_of
 from asyncrl.weight_sync.vllm_loading import check_loaded, pack_tied
 
@@ -52,14 +52,8 @@ class NcclTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Check names and shapes, then receive and load. Raises: WeightSyncError, before the model is touched."""
         manifest = _announced(update_info)
-        held = self._held
-        if held["run_id"] not in (None, manifest.run_id):
-            raise WeightSyncError(
-                f"this engine belongs to run {held['run_id']}, the update is of run {manifest.run_id}"
-            )
-        if held["version"] is not None and manifest.version < held["version"]:
-            raise WeightSyncError(f"version {manifest.version} was sent to an engine that holds {held['version']}")
-        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        check_follows(manifest, self._held["run_id"], self._held["version"])
+        tied = has_tied_embeddings(self.model_config)
         check_names(manifest, checkpoint_shapes(self.model_config.model), tied_embeddings=tied)
         self._broken = f"the load of version {manifest.version} did not finish"
         super().start_weight_update()

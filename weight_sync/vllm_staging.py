@@ -51,7 +51,9 @@ class Shadow:
             shadow.__dict__[name] = copy.copy(layer.__dict__[name])
         for name, parameter in layer._parameters.items():
             if parameter is not None:
-                shadow._parameters[name] = parameters.setdefault(id(parameter), _like(parameter))
+                if id(parameter) not in parameters:
+                    parameters[id(parameter)] = _like(parameter)
+                shadow._parameters[name] = parameters[id(parameter)]
         for name, buffer in layer._buffers.items():
             if buffer is not None and name not in layer._non_persistent_buffers_set:
                 shadow._buffers[name] = buffer.clone()

@@ -20,10 +20,11 @@ from asyncrl.errors import WeightSyncError
 from asyncrl.types import TensorEntry, WeightManifest
 from asyncrl.weight_sync.adapters import Merged, Plain
 from asyncrl.weight_sync.reader import Reader, Version
+from asyncrl.weight_sync.sharded import DTYPE_NAMES
 from asyncrl.weight_sync.vllm_loading import load_in_place
 from asyncrl.weight_sync.vllm_staging import Shadow
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Update:
