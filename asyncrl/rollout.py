@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -149,6 +149,33 @@ async def boundary(*kinds: type[BoundaryError]) -> AsyncIterator[Caught]:
         if rest is not None or matched is None:
             raise
         _note(caught, next(leaves(matched)))
+
+
+async def collect_episodes(
+    episode: Callable[[str], Awaitable[Trajectory]],
+    sampler: Sampler,
+    *,
+    group_id: str,
+    group_size: int,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
+) -> Sequence[Trajectory]:
+    """Return `group_size` trajectories, in order, each played by `episode` beside the others, by its trajectory id.
+
+    What the sampler has kept of an interrupted run is not played again. `on_trajectory` is told of each as it ends.
+    """
+    trajectories: dict[int, Trajectory] = {}
+
+    async def run(index: int) -> None:
+        trajectory_id = f"{group_id}-{index}"
+        kept = sampler.kept_trajectory(trajectory_id) if isinstance(sampler, KeepsTrajectories) else None
+        trajectories[index] = kept or await episode(trajectory_id)
+        if on_trajectory:
+            on_trajectory(trajectories[index])
+
+    async with trio.open_nursery() as nursery:
+        for index in range(group_size):
+            nursery.start_soon(run, index)
+    return tuple(trajectories[index] for index in range(group_size))
 
 
 def refuse_bad_numbers(trajectory: Trajectory) -> Trajectory:
@@ -304,21 +331,13 @@ class MultiTurnEnvironment(abc.ABC):
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
         """Run and score `group_size` episodes concurrently; a failed one has a failure status and no reward."""
-        trajectories: dict[int, Trajectory] = {}
-
-        async def run(index: int) -> None:
-            trajectories[index] = await self._kept_or_run(task, sampler, f"{group_id}-{index}")
-            if on_trajectory:
-                on_trajectory(trajectories[index])
-
-        async with trio.open_nursery() as nursery:
-            for index in range(group_size):
-                nursery.start_soon(run, index)
-        return tuple(trajectories[index] for index in range(group_size))
-
-    async def _kept_or_run(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
-        kept = sampler.kept_trajectory(trajectory_id) if isinstance(sampler, KeepsTrajectories) else None
-        return kept or await self._run_episode(task, sampler, trajectory_id)
+        return await collect_episodes(
+            lambda trajectory_id: self._run_episode(task, sampler, trajectory_id),
+            sampler,
+            group_id=group_id,
+            group_size=group_size,
+            on_trajectory=on_trajectory,
+        )
 
     async def _run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         started = trio.current_time()

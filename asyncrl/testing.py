@@ -17,7 +17,8 @@ from typing import Any
 import trio
 
 from asyncrl.errors import EngineError, LearnerError
-from asyncrl.protocols import KeepsTrajectories, Sampler, StepResult, SyncReport
+from asyncrl.protocols import Sampler, StepResult, SyncReport
+from asyncrl.rollout import collect_episodes
 from asyncrl.types import (
     Completion,
     FinishReason,
@@ -241,19 +242,13 @@ class FakeEnvironment:
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
         """Run one turn an episode, each with its own environment time."""
-        results: dict[int, Trajectory] = {}
-
-        async def episode(index: int) -> None:
-            trajectory_id = f"{group_id}-{index}"
-            kept = sampler.kept_trajectory(trajectory_id) if isinstance(sampler, KeepsTrajectories) else None
-            results[index] = kept or await self._episode(task, sampler, trajectory_id)
-            if on_trajectory:
-                on_trajectory(results[index])
-
-        async with trio.open_nursery() as nursery:
-            for index in range(group_size):
-                nursery.start_soon(episode, index)
-        return [results[index] for index in range(group_size)]
+        return await collect_episodes(
+            lambda trajectory_id: self._episode(task, sampler, trajectory_id),
+            sampler,
+            group_id=group_id,
+            group_size=group_size,
+            on_trajectory=on_trajectory,
+        )
 
     async def _episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         prompt = TokenIds([0, 2, 3])

@@ -36,6 +36,7 @@ from asyncrl.checkpoint import CheckpointStore
 from asyncrl.progress import Progress
 from asyncrl.protocols import Sampler, StepResult
 from asyncrl.recording import RunRecorder
+from asyncrl.rollout import collect_episodes
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_journal import RunJournal
@@ -152,17 +153,13 @@ class _Environment(SimulatedEnvironment):
         group_size: int,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
-        found: dict[int, Trajectory] = {}
-
-        async def episode(index: int) -> None:
-            found[index] = await self._episode(task, sampler, f"{group_id}-{index}")
-            if on_trajectory:
-                on_trajectory(found[index])
-
-        async with trio.open_nursery() as nursery:
-            for index in range(group_size):
-                nursery.start_soon(episode, index)
-        return [found[index] for index in range(group_size)]
+        return await collect_episodes(
+            lambda trajectory_id: self._episode(task, sampler, trajectory_id),
+            sampler,
+            group_id=group_id,
+            group_size=group_size,
+            on_trajectory=on_trajectory,
+        )
 
     async def _episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         began = trio.current_time()
