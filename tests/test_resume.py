@@ -7,132 +7,48 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
+from killed_runs import BUFFERS, FAILING, NUM_TASKS, RATES, check_end, kill_after, opened, run_until_killed
 from loop_simulation import Simulation, simulate
-from prometheus_client import CollectorRegistry
 
-from asyncrl.buffers import LOST, Amount, BufferSettings, Journal, JournalSettings, LostLine, Record, read_journal
+from asyncrl.buffers import LOST, BufferSettings, LostLine
 from asyncrl.buffers.journal import list_files
-from asyncrl.checkpoint import Checkpoint, CheckpointStore
+from asyncrl.checkpoint import CheckpointStore
 from asyncrl.curriculum import Curriculum, CurriculumSettings, TaskOrder
-from asyncrl.errors import leaves
-from asyncrl.metrics import RunCollector
 from asyncrl.resume_plan import LOST_LINE, plan_resumption
-from asyncrl.run import Limits
-from asyncrl.run_history import RunHistory, Sampled, opened_journal, read_history
-from asyncrl.run_journal import Kind
+from asyncrl.run_history import RunHistory, Sampled, read_history
 from asyncrl.testing import FakeEnvironment, Rates
 from asyncrl.types import Completion, Group, Task, TokenIds, Trajectory
 
-_FAILING = frozenset({"task-7", "task-31"})
-_TASKS = 48
-_RATES = Rates(mean_tokens=10, sigma=1.0)
 _SLOW = Rates(token_s=0.1, mean_tokens=80, sigma=1.0)
 """Episodes that see several versions."""
-_BUFFERS = {
-    "n=1": BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=3),
-    "n=3": BufferSettings(max_off_policyness=3, groups_per_step=2, group_size=3),
-    "n=0": BufferSettings(max_off_policyness=0, groups_per_step=3, group_size=3),
-}
-
-
-class Killed(BaseException):
-    """What stands for SIGKILL in one process: nothing of asyncrl catches it."""
-
-
-@contextmanager
-def opened(
-    directory: Path,
-    *,
-    buffer: BufferSettings = _BUFFERS["n=1"],
-    lost_line: LostLine = LostLine.REDRAW,
-    checkpoint_every_steps: int = 3,
-    steps: int = 10**6,
-    failing: frozenset[str] = _FAILING,
-    rates: Rates = _RATES,
-    **more: Any,
-) -> Iterator[Simulation]:
-    """Yield a simulation that goes on from whatever `directory` holds, with a real journal and real checkpoints."""
-    checkpoint = CheckpointStore(directory / "checkpoints", keep=2).newest()
-    state = checkpoint.state if checkpoint else {}
-    with opened_journal(directory / "journal", JournalSettings(), run_id="test", state=state) as (journal, history):
-        simulation = Simulation(
-            directory / "checkpoints",
-            buffer=buffer,
-            limits=Limits(steps=steps, checkpoint_every_steps=checkpoint_every_steps),
-            rates=rates,
-            num_tasks=_TASKS,
-            resume=True,
-            journal=journal,
-            history=history,
-            lost_line=lost_line,
-            **more,
-        )
-        simulation.environment.failing = failing.__contains__
-        yield simulation
-
-
-def kill_after(simulation: Simulation, seconds: float, *, version: int = 0) -> bool:
-    """Run for so many simulated seconds after a version, or to the end; return whether it was killed."""
-
-    async def kill() -> None:
-        while simulation.engine.version < version:  # noqa: ASYNC110 - simulated time, and no event tells
-            await trio.sleep(0.5)
-        await trio.sleep(seconds)
-        raise Killed
-
-    try:
-        simulate(simulation, kill)
-    except BaseExceptionGroup as group:
-        if {type(error) for error in leaves(group)} != {Killed}:
-            raise
-        return True
-    return False
-
-
-def _run_until_killed(directory: Path, seconds: float, **more: Any) -> bool:
-    with opened(directory, **more) as simulation:
-        return kill_after(simulation, seconds)
-
-
-def _check_end(simulation: Simulation) -> None:
-    trained = Counter(simulation.learner.weights)
-    assert trained == Counter(f"task-{i}" for i in range(_TASKS) if f"task-{i}" not in _FAILING)
-    assert simulation.status.groups_dropped["all_failed"] == len(_FAILING)
-    assert simulation.status.groups_trained == _TASKS - len(_FAILING)
-    statement = simulation.run.ledger.statement()
-    assert statement.difference == Amount()
-    assert statement.trained.groups == _TASKS - len(_FAILING)
-    assert (statement.in_buffer, statement.in_flight) == (Amount(), Amount())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost_line", list(LostLine))
-@pytest.mark.parametrize("name", _BUFFERS)
+@pytest.mark.parametrize("name", BUFFERS)
 def test_every_task_is_trained_on_once_whenever_the_run_is_killed(
     tmp_path: Path, name: str, lost_line: LostLine
 ) -> None:
     rng, kills = random.Random(f"{name}/{lost_line}"), 0
-    while _run_until_killed(
+    while run_until_killed(
         tmp_path,
         rng.choice([rng.uniform(0.1, 6), rng.uniform(6, 24)]),
-        buffer=_BUFFERS[name],
+        buffer=BUFFERS[name],
         lost_line=lost_line,
         seed=kills,
     ):
         kills += 1
         assert kills < 100
     assert kills >= 8
-    with opened(tmp_path, buffer=_BUFFERS[name], lost_line=lost_line, seed=99) as simulation:
+    with opened(tmp_path, buffer=BUFFERS[name], lost_line=lost_line, seed=99) as simulation:
         simulate(simulation)
-        _check_end(simulation)
+        check_end(simulation)
 
 
 _REUSE = BufferSettings(max_off_policyness=5, groups_per_step=2, group_size=3, max_uses=3)
@@ -146,7 +62,7 @@ def test_groups_are_used_as_often_as_without_an_interruption(tmp_path: Path, los
     with opened(tmp_path / "whole", **more) as whole:
         simulate(whole)
     rng, kills, waited = random.Random(f"reuse/{lost_line}"), 0, 0
-    while _run_until_killed(tmp_path / "killed", rng.uniform(0.1, 24), seed=kills, **more):
+    while run_until_killed(tmp_path / "killed", rng.uniform(0.1, 24), seed=kills, **more):
         checkpoint = CheckpointStore(tmp_path / "killed" / "checkpoints", keep=2).newest()
         waited += bool(checkpoint and checkpoint.state["reusable"])
         kills += 1
@@ -156,7 +72,7 @@ def test_groups_are_used_as_often_as_without_an_interruption(tmp_path: Path, los
         simulate(resumed)
     for simulation in (whole, resumed):
         uses, status = Counter(simulation.learner.weights), simulation.status
-        assert {*uses} == {f"task-{i}" for i in range(_TASKS) if f"task-{i}" not in _FAILING}
+        assert {*uses} == {f"task-{i}" for i in range(NUM_TASKS) if f"task-{i}" not in FAILING}
         assert max(uses.values()) == 3
         assert sum(count < 3 for count in uses.values()) == status.expired_reuse
         assert status.lost_reuse == 0
@@ -167,7 +83,7 @@ def test_groups_are_used_as_often_as_without_an_interruption(tmp_path: Path, los
 
 def test_a_further_use_that_would_break_the_bound_is_counted_as_expired(tmp_path: Path) -> None:
     """A checkpoint may be written while the engines have yet to pull; what leaves with that pull waits until then."""
-    assert _run_until_killed(tmp_path, 20.0, buffer=_REUSE)
+    assert run_until_killed(tmp_path, 20.0, buffer=_REUSE)
     checkpoint = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
     assert checkpoint is not None
     waiting = len(checkpoint.state["reusable"])
@@ -185,7 +101,7 @@ def test_a_further_use_that_would_break_the_bound_is_counted_as_expired(tmp_path
 
 
 def test_a_further_use_whose_record_is_gone_is_counted(tmp_path: Path) -> None:
-    assert _run_until_killed(tmp_path, 20.0, buffer=_REUSE)
+    assert run_until_killed(tmp_path, 20.0, buffer=_REUSE)
     checkpoint = CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
     assert checkpoint is not None
     waiting = len(checkpoint.state["reusable"])
@@ -201,7 +117,7 @@ _CHILD = """
 import sys
 from pathlib import Path
 from loop_simulation import simulate
-from test_resume import opened
+from killed_runs import opened
 with opened(Path(sys.argv[1]), seed=int(sys.argv[2])) as simulation:
     put = simulation.run.buffer.put
     simulation.run.buffer.put = lambda group: (put(group), print("finished", group.group_id, flush=True))
@@ -231,7 +147,7 @@ def test_kill_9_loses_no_group_that_was_finished_and_no_task(tmp_path: Path) -> 
         assert {g for g in finished if g >= state.get("next_group_id", 0)} <= known
     with opened(tmp_path, seed=99) as simulation:
         simulate(simulation)
-        _check_end(simulation)
+        check_end(simulation)
 
 
 def _trained_by_group(simulation: Simulation) -> dict[int, Group]:
@@ -283,7 +199,7 @@ def _journalled_tokens(history: RunHistory) -> int:
 
 def _kill_past_a_checkpoint(directory: Path, **more: Any) -> Simulation:
     """Return a run that was killed two steps after its only checkpoint, at version 3."""
-    with opened(directory, buffer=_BUFFERS["n=3"], failing=frozenset(), rates=_SLOW, **more) as simulation:
+    with opened(directory, buffer=BUFFERS["n=3"], failing=frozenset(), rates=_SLOW, **more) as simulation:
         assert kill_after(simulation, 4.0, version=5)
     assert simulation.engine.version == 5
     checkpoint = simulation.checkpoints.newest()
@@ -300,7 +216,7 @@ def test_a_lost_line_is_dropped_by_name_and_its_tasks_are_drawn_again(tmp_path: 
     first = _kill_past_a_checkpoint(tmp_path)
     lost = {group.group_id for group in first.recorder.groups if max(_versions([group])) > 3}
     assert lost
-    with opened(tmp_path, buffer=_BUFFERS["n=3"], failing=frozenset(), steps=8, seed=5) as second:
+    with opened(tmp_path, buffer=BUFFERS["n=3"], failing=frozenset(), steps=8, seed=5) as second:
         assert second.status.groups_dropped[LOST_LINE] >= len(lost)
         simulate(second)
     assert not lost & set(_trained_by_group(second))
@@ -315,7 +231,7 @@ def test_a_lost_line_is_kept_where_the_bound_allows_and_counts_from_where_the_li
     first = _kill_past_a_checkpoint(tmp_path)
     old = {group.group_id: group for group in first.recorder.groups}
     with opened(
-        tmp_path, buffer=_BUFFERS["n=3"], lost_line=LostLine.KEEP, failing=frozenset(), steps=8, seed=5
+        tmp_path, buffer=BUFFERS["n=3"], lost_line=LostLine.KEEP, failing=frozenset(), steps=8, seed=5
     ) as second:
         simulate(second)
     kept = [g for g in second.learner.trained if g.group_id in old and max(_versions([old[g.group_id]])) > 3]
@@ -337,7 +253,7 @@ def test_other_weights_of_the_same_version_are_told_by_their_digest(tmp_path: Pa
     plans = []
     for weights in (checkpoint.state["weights"], {v: "other" for v in checkpoint.state["weights"]}):
         state = {**checkpoint.state, "weights": weights}
-        plans.append(plan_resumption(state, checkpoint.version, history, settings=_BUFFERS["n=1"]))
+        plans.append(plan_resumption(state, checkpoint.version, history, settings=BUFFERS["n=1"]))
     assert plans[0].kept
     assert LOST_LINE not in plans[0].dropped.values()
     assert not plans[1].kept
@@ -382,58 +298,6 @@ def test_a_curriculum_goes_on_with_the_draws_that_it_made(tmp_path: Path) -> Non
     assert Counter(simulation.learner.weights) == Counter(f"{epoch}/{i}" for epoch in range(2) for i in range(20))
 
 
-def _damage(directory: Path, rng: random.Random) -> None:
-    """Flip bits in the record of an admission and in two other places of one file."""
-    path = rng.choice([path for path in list_files(directory) if path.stat().st_size > 1000])
-    admissions = [
-        item.payload
-        for item in read_journal(directory, run_id="test", from_position=int(path.stem))
-        if isinstance(item, Record) and item.kind == Kind.GROUP_ADMITTED
-    ]
-    data = bytearray(path.read_bytes())
-    place = max(0, data.find(rng.choice(admissions)))
-    for offset in (place, rng.randrange(len(data)), rng.randrange(len(data))):
-        data[offset] ^= 16
-    path.write_bytes(data)
-
-
-@pytest.mark.slow
-def test_a_damaged_journal_costs_work_and_no_task(tmp_path: Path) -> None:
-    rng, hidden = random.Random(3), 0
-    for number in range(12):
-        with opened(tmp_path, seed=number) as simulation:
-            hidden += any("have no record that can be read" in note for note in simulation.run.notes)
-            if not kill_after(simulation, rng.uniform(2, 14)):
-                break
-        _damage(tmp_path / "journal", rng)
-    assert hidden, "some damage hit a draw"
-    with opened(tmp_path, seed=99) as simulation:
-        simulate(simulation)
-    trained = Counter(simulation.learner.weights)
-    assert {*trained, *_FAILING} == {f"task-{i}" for i in range(_TASKS)}
-    assert max(trained.values()) == 1
-
-
-@pytest.mark.slow
-def test_a_hole_in_the_journal_is_said_and_costs_work_and_no_task(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal", run_id="test", file_bytes=4000) as journal:
-        simulation = Simulation(
-            tmp_path / "checkpoints", rates=_RATES, num_tasks=_TASKS, journal=journal, limits=Limits(steps=100)
-        )
-        assert kill_after(simulation, 20.0)
-    files = list_files(tmp_path / "journal")
-    assert len(files) > 4
-    files[2].unlink()
-    gone = int(files[3].stem) - int(files[2].stem)
-    with opened(tmp_path, failing=frozenset(), seed=1) as resumed:
-        words = f"{gone} records from position {int(files[2].stem)} on are lost, which stood before this place"
-        assert any(note.endswith(words) for note in resumed.run.notes)
-        simulate(resumed)
-    trained = Counter(resumed.learner.weights)
-    assert {*trained} == {f"task-{i}" for i in range(_TASKS)}
-    assert max(trained.values()) == 1
-
-
 class _Repeating(FakeEnvironment):
     """Gives five ids to all its tasks."""
 
@@ -443,69 +307,12 @@ class _Repeating(FakeEnvironment):
 
 @pytest.mark.slow
 def test_tasks_of_the_same_id_are_each_trained_on(tmp_path: Path) -> None:
-    rng, kills, environment = random.Random(6), 0, _Repeating(_RATES, random.Random(1), num_tasks=_TASKS)
+    rng, kills, environment = random.Random(6), 0, _Repeating(RATES, random.Random(1), num_tasks=NUM_TASKS)
     while True:
-        environment = _Repeating(_RATES, random.Random(kills), num_tasks=_TASKS)
+        environment = _Repeating(RATES, random.Random(kills), num_tasks=NUM_TASKS)
         with opened(tmp_path, environment=environment, failing=frozenset(), seed=kills) as simulation:
             if not kill_after(simulation, rng.uniform(1, 20)):
                 break
         kills += 1
     assert kills > 3
-    assert Counter(simulation.learner.weights) == Counter(f"task-{i % 5}" for i in range(_TASKS))
-
-
-def test_the_journal_is_freed_of_what_no_checkpoint_needs(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal", run_id="test", file_bytes=8000) as journal:
-        simulation = Simulation(
-            tmp_path / "checkpoints",
-            limits=Limits(steps=20, checkpoint_every_steps=2),
-            rates=Rates(mean_tokens=10),
-            journal=journal,
-        )
-        simulate(simulation)
-        written = journal.statistics()
-        registry = CollectorRegistry()
-        registry.register(RunCollector(simulation.run))
-        assert registry.get_sample_value("asyncrl_journal_bytes") == written.num_bytes
-        assert registry.get_sample_value("asyncrl_journal_syncs_total") == written.num_syncs > 20
-        assert written.num_bytes == sum(path.stat().st_size for path in list_files(tmp_path / "journal"))
-    assert written.num_files < 20, "two checkpoints of two steps each, and what is under way"
-    assert int(list_files(tmp_path / "journal")[0].stem) > written.next_position / 2
-    checkpoint = simulation.checkpoints.newest()
-    assert checkpoint is not None
-    history = read_history(tmp_path / "journal", run_id="test", state=checkpoint.state)
-    assert history.damage == []
-    assert len(plan_resumption(checkpoint.state, 20, history, settings=_BUFFERS["n=1"]).kept) > 0
-
-
-class _KilledAfterSaving(CheckpointStore):
-    def commit(self, partial: Path, version: int, state: Mapping[str, Any]) -> Checkpoint:
-        super().commit(partial, version, state)
-        raise Killed
-
-
-def test_all_that_a_checkpoint_knows_of_is_on_disk_before_it(tmp_path: Path) -> None:
-    """Kills: a checkpoint that is written while records wait for the disk."""
-    store = _KilledAfterSaving(tmp_path / "checkpoints", keep=2)
-    for number in range(3):
-        with opened(tmp_path, seed=number, checkpoints=store, checkpoint_every_steps=1) as simulation:
-            assert not any("it ends before position" in note for note in simulation.run.notes)
-            with pytest.raises(BaseExceptionGroup):
-                simulate(simulation)
-    checkpoint = store.newest()
-    assert checkpoint is not None
-    assert checkpoint.version == 3
-    history = read_history(tmp_path / "journal", run_id="test", state=checkpoint.state)
-    assert history.damage == []
-
-
-def test_a_journal_that_is_gone_is_said_and_its_tasks_are_drawn_again(tmp_path: Path) -> None:
-    assert _run_until_killed(tmp_path, 25.0)
-    for path in list_files(tmp_path / "journal"):
-        path.unlink()
-    with opened(tmp_path, seed=1) as simulation:
-        assert any("the checkpoint knows of all before" in note for note in simulation.run.notes)
-        assert kill_after(simulation, 12.0)
-    with opened(tmp_path, seed=2) as simulation:
-        simulate(simulation)
-        _check_end(simulation)
+    assert Counter(simulation.learner.weights) == Counter(f"task-{i % 5}" for i in range(NUM_TASKS))
