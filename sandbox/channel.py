@@ -11,6 +11,7 @@ import trio
 
 from asyncrl.errors import SandboxError, UnsafeFilesError
 from asyncrl.sandbox import messages
+from asyncrl.sandbox.calls import Reply
 
 _READ_BYTES = 65536
 NO_NAMESPACES = (
@@ -36,9 +37,6 @@ def _error(reply: Mapping[str, Any]) -> Exception:
             return UnsafeFilesError(message)
         case _:
             return SandboxError(message)
-
-
-Reply = tuple[dict[str, Any], list[bytes]]
 
 
 class Channel:

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,13 @@ from asyncrl.errors import ConfigError, SandboxError, UnsafeFilesError
 from asyncrl.protocols import BackendStatistics, ExecResult, FileEntry, FileKind, Outcome, SandboxLimits, Snapshot
 from asyncrl.sandbox import kernel, leases, safe_files
 from asyncrl.sandbox.boxes import Boxes, RequestError
+from asyncrl.sandbox.calls import CheckedSandbox, Closable, os_errors_as_sandbox_errors, without_group
 from asyncrl.sandbox.commands import Box
 from asyncrl.sandbox.container_commands import Holder, run_command, run_in_shell
 from asyncrl.sandbox.engine import Engine, find_engine, find_image
 from asyncrl.sandbox.layers import Layer
 from asyncrl.sandbox.machine import standard_library_command
-from asyncrl.sandbox.results import cannot_run, check_caps
+from asyncrl.sandbox.results import infrastructure
 from asyncrl.sandbox.seccomp import container_profile
 from asyncrl.sandbox.settings import SandboxSettings
 
@@ -54,7 +55,7 @@ async def _blocking(action: Callable[..., T], *arguments: Any) -> T:
         raise SandboxError(str(error)) from None
 
 
-class ContainerSnapshot:
+class ContainerSnapshot(Closable):
     """A layer out here."""
 
     def __init__(self, boxes: Boxes, layer: Layer) -> None:
@@ -66,69 +67,38 @@ class ContainerSnapshot:
         """Give the files up; sandboxes over them go on."""
         await _blocking(self._boxes.release, self.snapshot_id)
 
-    async def __aenter__(self) -> ContainerSnapshot:
-        return self
 
-    async def __aexit__(self, *args: object) -> None:
-        await self.aclose()
-
-
-class ContainerSandbox:
+class ContainerSandbox(CheckedSandbox):
     """A box of files, and the containers that show it."""
 
     def __init__(self, backend: ContainerBackend, box: Box, limits: SandboxLimits) -> None:
+        super().__init__(limits)
         self.sandbox_id = box.name
         self.wall = backend.wall
         self._backend = backend
         self._box = box
-        self._limits = limits
-        self._lock = trio.Lock()
         self._main: Holder | None = None
         self._shell: Holder | None = None
         self._num_shells = 0
-        self._closed = False
         self._expired = ""
 
     async def start(self) -> None:
         """Start the container that commands run in. Raises SandboxError."""
         self._main = await self._backend.hold(self._box, "main")
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        wall_s: float | None = None,
-        output_bytes: int | None = None,
-        kept_output_bytes: int | None = None,
-    ) -> ExecResult:
-        """Run one command to its end; several at a time wait for each other."""
-        if not argv or any("\0" in argument for argument in argv):
-            return cannot_run("the command is empty" if not argv else "an argument holds a NUL byte")
-        caps = check_caps(self._limits, wall_s, output_bytes, kept_output_bytes)
+    async def _run_exec(self, argv: Sequence[str], stdin: bytes, caps: dict[str, Any]) -> ExecResult:
         async with self._lock:
             if self._main is None or self._closed:
-                return _gone(self._expired or f"the sandbox {self.sandbox_id} is closed")
+                return infrastructure(self._expired or f"the sandbox {self.sandbox_id} is closed")
             try:
                 return await run_command(self._main, self._box, argv, stdin, caps)
             except SandboxError as error:
-                return _gone(str(error))
+                return infrastructure(str(error))
 
-    async def shell(
-        self,
-        command: str,
-        *,
-        wall_s: float | None = None,
-        output_bytes: int | None = None,
-        kept_output_bytes: int | None = None,
-    ) -> ExecResult:
-        """Run shell text in the sandbox's one persistent shell; several at a time wait for each other."""
-        if "\0" in command:
-            return cannot_run("the command holds a NUL byte")
-        caps = check_caps(self._limits, wall_s, output_bytes, kept_output_bytes)
+    async def _run_shell(self, command: str, caps: dict[str, Any]) -> ExecResult:
         async with self._lock:
             if self._closed:
-                return _gone(self._expired or f"the sandbox {self.sandbox_id} is closed")
+                return infrastructure(self._expired or f"the sandbox {self.sandbox_id} is closed")
             try:
                 is_new = self._shell is None
                 if self._shell is None:
@@ -139,7 +109,7 @@ class ContainerSandbox:
                     raise SandboxError(self._expired)
                 result = await run_in_shell(self._shell, self._box, command, caps)
             except SandboxError as error:
-                return _gone(str(error))
+                return infrastructure(str(error))
             finally:
                 if self._shell is not None and self._shell.is_over:
                     over, self._shell = self._shell, None
@@ -230,16 +200,6 @@ class ContainerSandbox:
                 await self._discard()
                 await self._backend.give_back(self)
 
-    async def __aenter__(self) -> ContainerSandbox:
-        return self
-
-    async def __aexit__(self, *args: object) -> None:
-        await self.aclose()
-
-
-def _gone(reason: str) -> ExecResult:
-    return ExecResult(outcome=Outcome.INFRASTRUCTURE, exit_code=None, stdout=b"", stderr=b"", detail=reason)
-
 
 class ContainerBackend:
     """Sandboxes of one engine."""
@@ -276,10 +236,8 @@ class ContainerBackend:
 
     async def prepare(self, files: Mapping[str, bytes], *, executable: Collection[str] = ()) -> ContainerSnapshot:
         """Return `files` as a layer for many sandboxes. Raises SandboxError."""
-        try:
+        with os_errors_as_sandbox_errors("no snapshot could be made"):
             layer = await _blocking(self.boxes.prepare, self.new_name("layer"), files, executable)
-        except OSError as error:
-            raise SandboxError(f"no snapshot could be made: {error}") from None
         return ContainerSnapshot(self.boxes, layer)
 
     async def open(
@@ -307,19 +265,15 @@ class ContainerBackend:
         self._num_opened += 1
         name = self.new_name("box")
         await self._slots.acquire_on_behalf_of(name)
-        sandbox = None
-        try:
-            sandbox = ContainerSandbox(self, await _blocking(make, name), limits)
-            watch = self.open_ones[name] = trio.CancelScope()
-            await sandbox.start()
-        except BaseException as error:
-            if sandbox is None:
-                self._slots.release_on_behalf_of(name)
-            else:
-                await sandbox.aclose()
-            if isinstance(error, OSError):
-                raise SandboxError(f"no sandbox could be opened: {error}") from None
-            raise
+        with os_errors_as_sandbox_errors("no sandbox could be opened"):
+            async with AsyncExitStack() as undo:
+                undo.callback(self._slots.release_on_behalf_of, name)
+                sandbox = ContainerSandbox(self, await _blocking(make, name), limits)
+                undo.pop_all()  # from here on the sandbox has the place, and gives it back
+                undo.push_async_callback(sandbox.aclose)
+                watch = self.open_ones[name] = trio.CancelScope()
+                await sandbox.start()
+                undo.pop_all()
 
         async def live() -> None:
             with watch:
@@ -422,15 +376,12 @@ async def open_container(settings: SandboxSettings, *, directory: Path) -> Async
         boxes = Boxes(str(root), None, ledger, choose_user=lambda number: _USER)
         options = [*_fixed_options(engine, ledger.owner, profile), *more]
         backend = ContainerBackend(engine, boxes, options, image, settings, ledger.owner)
-        async with trio.open_nursery() as nursery:  # watches over lifetimes
-            backend.nursery = nursery
-            await _require_working(backend, settings.limits)
-            yield backend
-            nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) != 1:
-            raise
-        raise group.exceptions[0] from None  # the body's own
+        with without_group():
+            async with trio.open_nursery() as nursery:  # watches over lifetimes
+                backend.nursery = nursery
+                await _require_working(backend, settings.limits)
+                yield backend
+                nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
             await _remove(engine, ledger, root, janitor)

@@ -214,9 +214,9 @@ class Launcher:
         if self._runner.after_end(box, partial(self._handle, {**header, "id": request}, blobs)):
             return
         if header["op"] == "exec":
-            self._runner.start(request, box, header["argv"], blobs[0], header)
+            self._runner.start(request, box, header["argv"], blobs[0], header["caps"])
         else:
-            self._runner.run_in_shell(request, box, header["text"], header)
+            self._runner.run_in_shell(request, box, header["text"], header["caps"])
 
     def _start_waiting(self) -> None:
         while self._waiting and self._runner.may_start():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +20,9 @@ import httpx
 import trio
 
 from asyncrl.errors import ConfigError, SandboxError, UnsafeFilesError
-from asyncrl.protocols import BackendStatistics, ExecResult, FileEntry, FileKind, Outcome, SandboxLimits, Snapshot
+from asyncrl.protocols import BackendStatistics, SandboxLimits, Snapshot
 from asyncrl.sandbox import messages
-from asyncrl.sandbox.results import cannot_run, check_caps
+from asyncrl.sandbox.calls import CalledSandbox, Closable, Reply, os_errors_as_sandbox_errors, without_group
 from asyncrl.sandbox.server import HEARTBEAT_S
 from asyncrl.sandbox.settings import SandboxSettings
 
@@ -34,10 +34,8 @@ _WAIT_FOR_SERVER_S = 60.0  # that an opening waits where no server answers
 STRONG_WALLS = ("bubblewrap", "container", "container-runsc")
 """Any other that a server names has to be allowed."""
 
-_Reply = tuple[dict[str, Any], list[bytes]]
 
-
-class _Busy(Exception):  # noqa: N818 - it is no error but an answer
+class _Busy(SandboxError):  # noqa: N818 - an answer more than an error
     """The server has no place, and enough who wait for one."""
 
 
@@ -78,7 +76,7 @@ class _Server:
         finally:
             self.session = None
 
-    async def request(self, operation: str, blobs: Sequence[bytes] = (), *, timeout_s: float, **header: Any) -> _Reply:
+    async def request(self, operation: str, blobs: Sequence[bytes] = (), *, timeout_s: float, **header: Any) -> Reply:
         """Return the server's answer. Raises SandboxError, what the answer says, or _Busy."""
         if self.session is None:
             raise SandboxError(f"the sandbox server {self.url} is lost: {self.lost_because}")
@@ -110,7 +108,7 @@ def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class RemoteSnapshot:
+class RemoteSnapshot(Closable):
     """Files that are kept at the servers where they are needed."""
 
     def __init__(self, num_bytes: int, num_files: int, snapshot_id: str) -> None:
@@ -153,98 +151,25 @@ class RemoteSnapshot:
                     with suppress(SandboxError):
                         await server.request("release", timeout_s=_CLOSE_GRACE_S, snapshot=name)
 
-    async def __aenter__(self) -> RemoteSnapshot:
-        return self
 
-    async def __aexit__(self, *args: object) -> None:
-        await self.aclose()
-
-
-class RemoteSandbox:
+class RemoteSandbox(CalledSandbox):
     """A sandbox at a server."""
 
     def __init__(
         self, backend: RemoteBackend, server: _Server, name: str, sandbox_id: str, limits: SandboxLimits
     ) -> None:
+        super().__init__(limits, reply_grace_s=_REPLY_GRACE_S, close_grace_s=_CLOSE_GRACE_S)
         self.sandbox_id = sandbox_id
         self.wall = f"remote:{server.hello['wall']}"
         self._backend = backend
         self._server = server
         self._session = server.session
         self._name = name
-        self._limits = limits
-        self._lock = trio.Lock()
-        self._closed = False
 
-    async def _ask(
-        self, operation: str, blobs: Sequence[bytes] = (), *, timeout_s: float = _REPLY_GRACE_S, **header: Any
-    ) -> _Reply:
+    async def _request(self, operation: str, blobs: Sequence[bytes], *, timeout_s: float, **header: Any) -> Reply:
         if self._server.session != self._session:
             raise SandboxError(f"the sandbox is closed: its server {self._server.url} was lost")
         return await self._server.request(operation, blobs, timeout_s=timeout_s, sandbox=self._name, **header)
-
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        wall_s: float | None = None,
-        output_bytes: int | None = None,
-        kept_output_bytes: int | None = None,
-    ) -> ExecResult:
-        """Run one command to its end; several at a time wait for each other."""
-        if not argv or any("\0" in argument for argument in argv):
-            return cannot_run("the command is empty" if not argv else "an argument holds a NUL byte")
-        caps = check_caps(self._limits, wall_s, output_bytes, kept_output_bytes)
-        return await self._run("exec", [stdin], caps, argv=list(argv))
-
-    async def shell(
-        self,
-        command: str,
-        *,
-        wall_s: float | None = None,
-        output_bytes: int | None = None,
-        kept_output_bytes: int | None = None,
-    ) -> ExecResult:
-        """Run shell text in the sandbox's one persistent shell; several at a time wait for each other."""
-        if "\0" in command:
-            return cannot_run("the command holds a NUL byte")
-        caps = check_caps(self._limits, wall_s, output_bytes, kept_output_bytes)
-        return await self._run("shell", [], caps, text=command)
-
-    async def _run(self, operation: str, blobs: Sequence[bytes], caps: dict[str, Any], **header: Any) -> ExecResult:
-        async with self._lock:
-            try:
-                timeout_s = caps["wall_s"] + _REPLY_GRACE_S
-                reply, (stdout, stderr) = await self._ask(operation, blobs, timeout_s=timeout_s, caps=caps, **header)
-            except (SandboxError, OSError, _Busy) as error:
-                return ExecResult(
-                    outcome=Outcome.INFRASTRUCTURE, exit_code=None, stdout=b"", stderr=b"", detail=str(error)
-                )
-            except trio.Cancelled:
-                with trio.move_on_after(_CLOSE_GRACE_S, shield=True), suppress(SandboxError):
-                    await self._ask("kill", timeout_s=_CLOSE_GRACE_S)
-                raise
-        return ExecResult(**{**reply, "outcome": Outcome(reply["outcome"])}, stdout=stdout, stderr=stderr)
-
-    async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
-        """Write a file. Raises OSError, SandboxError, UnsafeFilesError."""
-        await self._ask("write", [data], path=path, executable=executable)
-
-    async def read(self, path: str, *, max_bytes: int = 1 * 2**20) -> bytes:
-        """Return a regular file's content. Raises OSError, SandboxError, UnsafeFilesError."""
-        _, (data,) = await self._ask("read", path=path, max_bytes=max_bytes)
-        return data
-
-    async def list(self, path: str = ".") -> Sequence[str]:
-        """Return the names in a directory, sorted. Raises OSError, SandboxError, UnsafeFilesError."""
-        reply, _ = await self._ask("list", path=path)
-        return tuple(reply["names"])
-
-    async def walk(self, path: str = ".", *, max_entries: int = 10_000) -> Sequence[FileEntry]:
-        """Return all that lies below a directory, sorted. Raises OSError, SandboxError, UnsafeFilesError."""
-        reply, _ = await self._ask("walk", path=path, max_entries=max_entries)
-        return [FileEntry(path=name, kind=FileKind(kind), num_bytes=size) for name, kind, size in reply["entries"]]
 
     async def snapshot(self) -> RemoteSnapshot:
         """Return the working directory as it is now, kept at the same server."""
@@ -259,12 +184,8 @@ class RemoteSandbox:
         async with self._lock:
             return await self._backend.new_sandbox([self._server], self._limits, self._ask_for_fork)
 
-    async def _ask_for_fork(self, server: _Server, name: str) -> _Reply:
+    async def _ask_for_fork(self, server: _Server, name: str) -> Reply:
         return await self._ask("fork", new=name)
-
-    async def kill(self) -> None:
-        """End every process."""
-        await self._ask("kill")
 
     async def aclose(self) -> None:
         """End every process and remove every trace. A server that was lost has done so already."""
@@ -272,16 +193,9 @@ class RemoteSandbox:
             return
         self._closed = True
         try:
-            with trio.move_on_after(_CLOSE_GRACE_S, shield=True), suppress(SandboxError):
-                await self._ask("close", timeout_s=_CLOSE_GRACE_S)
+            await self._end("close")
         finally:
             self._backend.give_back(self._server, self.sandbox_id)
-
-    async def __aenter__(self) -> RemoteSandbox:
-        return self
-
-    async def __aexit__(self, *args: object) -> None:
-        await self.aclose()
 
 
 class RemoteBackend:
@@ -332,7 +246,7 @@ class RemoteBackend:
         servers = [server for server in self._servers if all(server in at for at in bound)]
         written = files if isinstance(files, Mapping) else {}
 
-        async def ask(server: _Server, name: str) -> _Reply:
+        async def ask(server: _Server, name: str) -> Reply:
             names: dict[str, str | None] = {}
             for path, place in places.items():
                 names[path] = None if place is None else await _here(place).name_at(server)
@@ -351,7 +265,7 @@ class RemoteBackend:
         return await self.new_sandbox(servers, limits, ask)
 
     async def new_sandbox(
-        self, servers: Sequence[_Server], limits: SandboxLimits, ask: Callable[[_Server, str], Awaitable[_Reply]]
+        self, servers: Sequence[_Server], limits: SandboxLimits, ask: Callable[[_Server, str], Awaitable[Reply]]
     ) -> RemoteSandbox:
         """Return what `ask(server, name)` opens, asking again and again where all servers are busy.
 
@@ -360,33 +274,35 @@ class RemoteBackend:
         self._num_opened += 1
         sandbox_id = self.new_name("box")
         await self._slots.acquire_on_behalf_of(sandbox_id)
-        try:
+        with os_errors_as_sandbox_errors("no sandbox could be opened"), ExitStack() as undo:
+            undo.callback(self._slots.release_on_behalf_of, sandbox_id)
             while True:
                 for server in sorted(await self._wait_live(servers), key=lambda one: one.num_open):
                     name = secrets.token_hex(8)
                     if await self._is_opened(server, name, ask):
+                        undo.pop_all()
                         return RemoteSandbox(self, server, name, sandbox_id, limits)
                 await trio.sleep(_ASK_AGAIN_S)
-        except BaseException as error:
-            self._slots.release_on_behalf_of(sandbox_id)
-            if isinstance(error, OSError):
-                raise SandboxError(f"no sandbox could be opened: {error}") from None
-            raise
 
-    async def _is_opened(self, server: _Server, name: str, ask: Callable[[_Server, str], Awaitable[_Reply]]) -> bool:
+    async def _is_opened(self, server: _Server, name: str, ask: Callable[[_Server, str], Awaitable[Reply]]) -> bool:
         """Return whether `ask` opened a sandbox at `server`; False where that is busy. Raises what it raises."""
         server.num_open += 1
-        try:
-            await ask(server, name)
-        except _Busy:
-            server.num_open -= 1
-            return False
-        except BaseException:
-            server.num_open -= 1
-            with trio.move_on_after(_CLOSE_GRACE_S, shield=True), suppress(SandboxError):
-                await server.request("close", timeout_s=_CLOSE_GRACE_S, sandbox=name)  # the answer may have been lost
-            raise
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._let_go, server, name)
+            try:
+                await ask(server, name)
+            except _Busy:
+                undo.pop_all()
+                server.num_open -= 1
+                return False
+            undo.pop_all()
         return True
+
+    async def _let_go(self, server: _Server, name: str) -> None:
+        """Close what may have been opened, its answer lost."""
+        server.num_open -= 1
+        with trio.move_on_after(_CLOSE_GRACE_S, shield=True), suppress(SandboxError):
+            await server.request("close", timeout_s=_CLOSE_GRACE_S, sandbox=name)
 
     def give_back(self, server: _Server, sandbox_id: str) -> None:
         """Count a sandbox as closed."""
@@ -447,17 +363,14 @@ async def open_remote(settings: SandboxSettings, *, directory: Path) -> AsyncIte
     servers = [_Server(url, token) for url in settings.urls]
     backend = RemoteBackend(servers, settings.max_open)
     try:
-        async with trio.open_nursery() as nursery:  # holds only the tasks that listen
-            with trio.fail_after(_SILENCE_S):
-                for server in servers:
-                    await nursery.start(backend.keep, server)
-            backend.settle(allow_weaker=settings.allow_weaker)
-            yield backend
-            nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) != 1:
-            raise
-        raise group.exceptions[0] from None  # the body's own, or a server's that never answered
+        with without_group():
+            async with trio.open_nursery() as nursery:  # holds only the tasks that listen
+                with trio.fail_after(_SILENCE_S):
+                    for server in servers:
+                        await nursery.start(backend.keep, server)
+                backend.settle(allow_weaker=settings.allow_weaker)
+                yield backend
+                nursery.cancel_scope.cancel()
     finally:
         with trio.move_on_after(_CLOSE_GRACE_S, shield=True):
             for server in servers:

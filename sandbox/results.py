@@ -18,6 +18,11 @@ def cannot_run(reason: str) -> ExecResult:
     )
 
 
+def infrastructure(reason: str) -> ExecResult:
+    """Return the result of a command whose sandbox failed: not the agent's doing."""
+    return ExecResult(outcome=Outcome.INFRASTRUCTURE, exit_code=None, stdout=b"", stderr=b"", detail=reason)
+
+
 def check_caps(
     limits: SandboxLimits, wall_s: float | None, output_bytes: int | None, kept_output_bytes: int | None
 ) -> dict[str, Any]:
