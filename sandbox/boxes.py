@@ -141,13 +141,12 @@ class Boxes:
             deadline=time.monotonic() + limits["lifetime_s"],
         )
         self.lease(box)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._remove, box)
             self._make(box, shown)
             for file, content in files.items():
                 safe_files.write_file(box.directory, file, content, box.uid)
-        except BaseException:
-            self._remove(box)
-            raise
+            undo.pop_all()
         self._open[name] = box
         return box
 

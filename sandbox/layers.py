@@ -6,10 +6,11 @@ lies on top, so a fork costs what was changed, not what is there. A layer goes w
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.sandbox import kernel, safe_files
@@ -68,16 +69,9 @@ class Layers:
         num_bytes = sum(-(-len(content) // _PAGE) * _PAGE for content in files.values())
         above = {path[:end] for path in files for end, letter in enumerate(path) if letter == "/"}
         num_files = len(files) + len(above)
-        directory, path = self._mount(name, num_bytes, num_files, uid)
-        try:
+        with self._mounted(name, num_bytes, num_files, uid) as (directory, path):
             for file, content in files.items():
                 safe_files.write_file(directory, file, content, uid, executable=file in executable)
-        except BaseException:
-            kernel.unmount(path)
-            os.rmdir(path)
-            raise
-        finally:
-            os.close(directory)
         return self._keep(Layer(name=name, path=path, uid=uid, num_bytes=num_bytes, num_files=num_files))
 
     def copy(
@@ -92,36 +86,38 @@ class Layers:
         if not chain and below is not None:
             total_bytes, total_files = below.totals()
             size = size[0] + total_bytes, size[1] + total_files
-        directory, path = self._mount(name, *size, uid)
-        try:
+        with self._mounted(name, *size, uid) as (directory, path):
             opened = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 copied = _Copy(directory)
                 copied.directory(opened, directory)
             finally:
                 os.close(opened)
-        except BaseException:
-            kernel.unmount(path)
-            os.rmdir(path)
-            raise
-        finally:
-            os.close(directory)
         for one in chain:
             one.held += 1
         num_bytes, num_files = copied.num_bytes, copied.num_files
         return self._keep(Layer(name=name, path=path, uid=uid, num_bytes=num_bytes, num_files=num_files, below=chain))
 
-    def _mount(self, name: str, num_bytes: int, num_files: int, uid: int | None) -> tuple[int, str]:
-        """Return the open, empty tree of a new layer's tmpfs, and where that is mounted."""
+    @contextlib.contextmanager
+    def _mounted(self, name: str, num_bytes: int, num_files: int, uid: int | None) -> Iterator[tuple[int, str]]:
+        """Yield the open, empty tree of a new layer, and where its tmpfs is mounted; removed where the body fails."""
         path = os.path.join(self.root, name)
-        os.mkdir(path, 0o755)
         options = f"size={num_bytes + _PAGE},nr_inodes={num_files + _SLACK_FILES},mode=755"
-        kernel.mount("asyncrl", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-        tree = os.path.join(path, "tree")
-        os.mkdir(tree, 0o755)
-        if uid is not None:
-            os.chown(tree, uid, uid)
-        return os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path
+        with contextlib.ExitStack() as undo:
+            os.mkdir(path, 0o755)
+            undo.callback(os.rmdir, path)
+            kernel.mount("asyncrl", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+            undo.callback(kernel.unmount, path)
+            tree = os.path.join(path, "tree")
+            os.mkdir(tree, 0o755)
+            if uid is not None:
+                os.chown(tree, uid, uid)
+            directory = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                yield directory, path
+            finally:
+                os.close(directory)
+            undo.pop_all()
 
     def _keep(self, layer: Layer) -> Layer:
         self.by_name[layer.name] = layer
