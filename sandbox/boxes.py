@@ -271,7 +271,7 @@ class Boxes:
             self._remove(box)
         while self._dying:
             self.remove_dying()
-            time.sleep(_REMOVE_PAUSE_S)
+            time.sleep(_REMOVE_PAUSE_S)  # version 1 tells nobody when a group becomes empty
         if self._hierarchy is None or self._hierarchy.remove():
             self._ledger.remove("launcher")
 

@@ -363,8 +363,8 @@ async def open_container(settings: SandboxSettings, *, directory: Path) -> Async
     root = directory / "containers"
     ledger.write("containers", {"host_mounts": [str(root)], "engine": engine.program})
     janitor = await trio.lowlevel.open_process(
-        standard_library_command("janitor", str(folder)), env={"PATH": os.environ.get("PATH", os.defpath)}, cwd="/",
-        stdin=subprocess.PIPE, start_new_session=True,
+        standard_library_command("janitor", f"{folder}/{ledger.owner}"),
+        env={"PATH": os.environ.get("PATH", os.defpath)}, cwd="/", stdin=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
         root.mkdir(exist_ok=True)

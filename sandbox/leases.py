@@ -38,7 +38,12 @@ class Ledger:
     @classmethod
     def open(cls, path: str, owner_pid: int) -> Ledger:
         """Return the ledger of the running process `owner_pid`. Raises OSError."""
-        return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), owner_name(owner_pid))
+        return cls.of_owner(path, owner_name(owner_pid))
+
+    @classmethod
+    def of_owner(cls, path: str, owner: str) -> Ledger:
+        """Return the ledger of the process that `owner_name` named so, which may be gone. Raises OSError."""
+        return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), owner)
 
     def _file(self, name: str) -> str:
         return f"{self.owner}.{name}.json"
@@ -51,11 +56,16 @@ class Ledger:
             json.dump({**lease, **self._where}, file)
         os.rename(temporary, self._file(name), src_dir_fd=self._directory, dst_dir_fd=self._directory)
 
+    def files(self) -> list[str]:
+        """Return the names of this owner's files."""
+        return [
+            file for file in os.listdir(self._directory) if file.startswith(f"{self.owner}.") and file.endswith(".json")
+        ]
+
     def clear(self) -> None:
         """Strike everything off that is this owner's."""
-        for file in os.listdir(self._directory):
-            if file.startswith(f"{self.owner}.") and file.endswith(".json"):
-                os.unlink(file, dir_fd=self._directory)
+        for file in self.files():
+            os.unlink(file, dir_fd=self._directory)
 
     def remove(self, name: str) -> None:
         """Strike `name` off. A missing one counts as removed."""
@@ -68,6 +78,19 @@ class Ledger:
 def owner_name(pid: int) -> str:
     """Return what names a running process for good: its id and its start."""
     return f"{pid}-{kernel.start_time(pid)}"
+
+
+def open_owner(owner: str) -> int | None:
+    """Return a descriptor that becomes readable when the process that `owner_name` named so ends; None if it has."""
+    pid = int(owner.partition("-")[0])
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if owner_name(pid) == owner:
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _boot() -> str:
@@ -148,7 +171,7 @@ def _emptied(group: cgroups.Group) -> bool:
     for _ in range(_REMOVE_TRIES):
         if group.remove():
             return True
-        time.sleep(_REMOVE_PAUSE_S)
+        time.sleep(_REMOVE_PAUSE_S)  # version 1 tells nobody when a group becomes empty
     return False
 
 

@@ -46,6 +46,8 @@ def _require_done(result: ExecResult, name: str) -> None:
         raise SandboxError(f"the attempt {name!r} could not be made: {result.outcome} {result.detail} {said[-300:]}")
 
 
+_A_WHILE = "import time; time.sleep(0.1)"  # time to count to twenty: nothing tells that a process does not count
+
 _DAEMON = """
 import os, time
 if os.fork() == 0:
@@ -70,7 +72,7 @@ async def _daemon(backend: SandboxBackend) -> AbuseResult:
     async with await backend.open({}, limits=LIMITS) as sandbox:
         _require_done(await sandbox.exec(python_command(backend, _DAEMON)), "daemon")
         first = await sandbox.read("count")
-        await sandbox.exec(python_command(backend, "import time; time.sleep(0.1)"))
+        await sandbox.exec(python_command(backend, _A_WHILE))
         second = await sandbox.read("count")
     return AbuseResult(name="daemon", stopped=first == second, detail=f"counted from {first!r} to {second!r}")
 
@@ -82,7 +84,7 @@ async def _background_writer(backend: SandboxBackend) -> AbuseResult:
         _require_done(started, "background writer")
         await sandbox.kill()
         await sandbox.write("count", b"verdict")
-        await sandbox.exec(python_command(backend, "import time; time.sleep(0.1)"))
+        await sandbox.exec(python_command(backend, _A_WHILE))
         found = await sandbox.read("count")
     return AbuseResult(name="background writer", stopped=found == b"verdict", detail=f"the verdict became {found!r}")
 

@@ -14,7 +14,8 @@ from sandboxes import cannot_contain, children_of, settings
 from test_sandbox_abuse import OWNER, ended_within
 
 from asyncrl.errors import ConfigError, SandboxError
-from asyncrl.sandbox import SandboxSettings, open_backend
+from asyncrl.sandbox import SandboxSettings, leases, open_backend
+from asyncrl.sandbox.machine import standard_library_command
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +97,42 @@ def test_nothing_of_a_killed_owner_is_left(tmp_path: Path) -> None:
     assert containers_of(owner.pid) == []
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
     assert list((tmp_path / "leases").iterdir()) == []
+
+
+def janitor_of(ledger: Path, owner: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(standard_library_command("janitor", f"{ledger}/{owner}"), stdin=subprocess.PIPE)
+
+
+def test_a_janitor_waits_for_the_end_of_an_owner_that_left_something(tmp_path: Path) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
+        ledger = leases.Ledger.open(str(tmp_path), owner.pid)
+        ledger.write("box", {})
+        with janitor_of(tmp_path, ledger.owner) as janitor:
+            assert janitor.stdin is not None
+            janitor.stdin.close()
+            try:
+                with pytest.raises(subprocess.TimeoutExpired):  # an end is what must not come
+                    janitor.wait(0.2)
+                assert len(ledger.files()) == 1
+            finally:
+                owner.kill()
+            assert janitor.wait(30) == 0
+    assert ledger.files() == []
+
+
+def test_a_janitor_waits_for_no_owner_that_has_removed_everything_itself(tmp_path: Path) -> None:
+    other = leases.Ledger.open(str(tmp_path), os.getpid())
+    other.write("box", {})
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
+        ledger = leases.Ledger.open(str(tmp_path), owner.pid)
+        with janitor_of(tmp_path, ledger.owner) as janitor:
+            assert janitor.stdin is not None
+            janitor.stdin.close()
+            try:
+                assert janitor.wait(30) == 0
+            finally:
+                owner.kill()
+    assert len(other.files()) == 1
 
 
 def containers_of(owner_pid: int) -> list[str]:
