@@ -33,98 +33,43 @@ The report, as `--json` writes it:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
 
+import trio
 from rich.table import Table
 
+from asyncrl.bench.asked_process import AskedProcess, Report, asked_process
 from asyncrl.bench.learner_settings import GOALS, LearnerBench
-from asyncrl.errors import AsyncRLError
-from asyncrl.learner.environment import ENVIRONMENT
-
-Report = dict[str, Any]
-
-
-class _Worker:
-    """A process that answers to names of methods."""
-
-    def __init__(self, kind: str, bench: LearnerBench, log: IO[str]) -> None:
-        self._kind, self._log = kind, log
-        job = json.dumps({"kind": kind, "bench": {**asdict(bench), "model": str(bench.model)}})
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.bench.learner_worker", job],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**ENVIRONMENT, **os.environ},
-        )
-        self.hello: Report = {}
-
-    def wait_ready(self) -> None:
-        """Wait until the model is loaded; what the process says of itself is `hello` then."""
-        self.hello = self._answer()
-
-    def ask(self, method: str) -> Report:
-        """Return what a method of the worker returns."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer will be missing
-            self._process.stdin.write(f"{method}\n")
-            self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Report:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            last = "\n".join(self._log.read().splitlines()[-15:])
-            raise AsyncRLError(f"the benchmark's process {self._kind!r} ended early; its last lines:\n{last}")
-        answer: Report = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-
-@contextlib.contextmanager
-def _worker(kind: str, bench: LearnerBench, say: Callable[[str], None]) -> Iterator[_Worker]:
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        say(f"loading the model: {kind}")
-        worker = _Worker(kind, bench, log)
-        try:
-            worker.wait_ready()
-            yield worker
-        finally:
-            worker.close()
 
 
 def bench_learner(bench: LearnerBench, *, say: Callable[[str], None]) -> Report:
     """Return the report that this module describes; `say` is told what runs now."""
+    return trio.run(_measure, bench, say)
+
+
+async def _measure(bench: LearnerBench, say: Callable[[str], None]) -> Report:
     load_before = os.getloadavg()
-    with _worker("learner", bench, say) as learner:
-        with _worker("padded", bench, say) as padded, _worker("alone", bench, say) as alone:
+    async with contextlib.AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-")))
+        learner = await stack.enter_async_context(_worker("learner", bench, scratch, say))
+        async with _worker("padded", bench, scratch, say) as padded, _worker("alone", bench, scratch, say) as alone:
             workers = {"learner": learner, "padded": padded, "alone": alone}
-            ragged = _rounds(bench, {name: partial(worker.ask, "ragged") for name, worker in workers.items()}, say)
-        sharing = _rounds(bench, {name: partial(learner.ask, name) for name in ("shared", "apart")}, say)
+            runs = {name: partial(worker.ask, "ragged") for name, worker in workers.items()}
+            ragged = await _rounds(bench, runs, say)
+        sharing = await _rounds(bench, {name: partial(learner.ask, name) for name in ("shared", "apart")}, say)
         say("gradients with and without sharing")
-        difference = learner.ask("sharing_gradients")
+        difference = await learner.ask("sharing_gradients")
         say("log-probs and gradients in float32, in other splits, orders and ranks")
-        numbers = learner.ask("numbers")
+        numbers = await learner.ask("numbers")
         say(f"one optimizer step of {bench.step_tokens} tokens")
-        step = learner.ask("step")
+        step = await learner.ask("step")
         hello = learner.hello
     ratios = _ratios(ragged, sharing, step)
     return {
@@ -139,13 +84,23 @@ def bench_learner(bench: LearnerBench, *, say: Callable[[str], None]) -> Report:
     }
 
 
-def _rounds(bench: LearnerBench, runs: Mapping[str, Callable[[], Report]], say: Callable[[str], None]) -> Report:
+def _worker(
+    kind: str, bench: LearnerBench, scratch: Path, say: Callable[[str], None]
+) -> contextlib.AbstractAsyncContextManager[AskedProcess]:
+    say(f"loading the model: {kind}")
+    job = {"kind": kind, "bench": {**asdict(bench), "model": str(bench.model)}}
+    return asked_process(kind, "asyncrl.bench.learner_worker", job, directory=scratch)
+
+
+async def _rounds(
+    bench: LearnerBench, runs: Mapping[str, Callable[[], Awaitable[Report]]], say: Callable[[str], None]
+) -> Report:
     """Return each variant's figures; they take turns."""
     found: dict[str, list[Report]] = {name: [] for name in runs}
     for count in range(1, bench.rounds + 1):
         for name, run in runs.items():
             say(f"round {count} of {bench.rounds}: {name}")
-            found[name].append(run())
+            found[name].append(await run())
     return {name: _summary(reports) for name, reports in found.items()}
 
 

@@ -2,9 +2,9 @@
 
     python -m asyncrl.bench.learner_worker '{"kind": "learner", "model": ..., ...}'
 
-Prints a line of JSON when it is ready and one for each line, the name of a method, that it reads. So several of these
-processes can take turns while the others rest. The kinds are "learner" (the learner's own code, `learner_parts`),
-"padded" and "alone" (transformers' model with whole float32 logits: sequences padded to the longest, or one at a time).
+It is asked by the names of its methods (`asyncrl.bench.asked_process`). The kinds are "learner" (the learner's own
+code, `learner_parts`), "padded" and "alone" (transformers' model with whole float32 logits: sequences padded to the
+longest, or one at a time).
 
 Gradients are added up where they stay: in float32 sums for the learner, in the parameters' own `.grad` for the others.
 Both exist and are touched before the memory is looked at, so that a peak is activations, logits and what else comes and
@@ -14,7 +14,6 @@ goes in a forward and backward pass.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
@@ -23,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+from asyncrl.bench.asked_process import answer_requests
 from asyncrl.bench.learner_batches import Text, ragged_batch
 from asyncrl.bench.learner_settings import LearnerBench
 from asyncrl.bench.timing import Report, timed
@@ -100,12 +100,8 @@ def main(job: Mapping[str, Any]) -> None:
     if bench.threads:
         torch.set_num_threads(bench.threads)
     worker = _open(bench, job["kind"])
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print goes with the warnings
     hello = {"threads": torch.get_num_threads(), "torch": torch.__version__, "has_fast_bfloat16": has_fast_bfloat16()}
-    print(json.dumps(hello), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(getattr(worker, line.strip())()), file=answers, flush=True)
+    answer_requests(worker, hello)
 
 
 if __name__ == "__main__":

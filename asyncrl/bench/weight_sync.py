@@ -49,8 +49,9 @@ from typing import Any
 import trio
 from rich.table import Table
 
+from asyncrl.bench.asked_process import Report
 from asyncrl.bench.goals import Goal
-from asyncrl.bench.weight_sync_scene import Report, Scene, WeightSyncBench, scene
+from asyncrl.bench.weight_sync_scene import Scene, WeightSyncBench, scene
 
 GOALS = (
     Goal(name="pause_over_copy", words="pause over a plain copy", limit=2.0, is_least=False),
@@ -69,9 +70,10 @@ async def _measure(bench: WeightSyncBench, say: Callable[[str], None]) -> Report
     report: Report = {"copy_seconds": [], "engines": {}}
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as scratch:
         for count in bench.engines:
-            say(f"{count} engine{'s' * (count > 1)}: starting")
+            where = f"{count} engine{'s' * (count > 1)}"
+            say(f"{where}: starting")
             async with scene(bench, count, Path(scratch)) as stage:
-                report["engines"][str(count)] = await _windows(bench, stage, report, f"{count} of engines", say)
+                report["engines"][str(count)] = await _windows(bench, stage, report, where, say)
                 if count == bench.engines[0]:
                     say("drain, reload from disk, resume")
                     report["reload"] = await stage.reload()

@@ -2,10 +2,10 @@
 
     python -m asyncrl.bench.weight_sync_learner '{"model": ..., "run_id": ..., "learning_rate": ..., ...}'
 
-Prints a line of JSON when it is ready and one for each line, the name of a method, that it reads. It ends with its
-input. The two versions are published by turns, so that nothing but the publishing takes time here. There is no
-gradient: Adam moves a weight by about the learning rate, whatever the gradient, so each float32 weight of the second
-version lies that far from the first, to a side that is drawn.
+It is asked by the names of its methods (`asyncrl.bench.asked_process`). The two versions are published by turns, so
+that nothing but the publishing takes time here. There is no gradient: Adam moves a weight by about the learning rate,
+whatever the gradient, so each float32 weight of the second version lies that far from the first, to a side that is
+drawn.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncrl.bench.asked_process import Report, answer_requests
 from asyncrl.weight_sync import manifest_to_json
 from asyncrl.weight_sync.publisher import FilePublisher
 from asyncrl.weight_sync.shared_memory import SharedMemoryPublisher
-
-Report = dict[str, Any]
 
 
 class BenchLearner:
@@ -99,9 +97,7 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     learner = BenchLearner(Path(job["model"]), job["run_id"], job["learning_rate"], Path(job["directory"]))
     try:
-        print("{}", flush=True)
-        for line in sys.stdin:
-            print(json.dumps(getattr(learner, line.strip())()), flush=True)
+        answer_requests(learner, {})
     finally:
         learner.close()
 

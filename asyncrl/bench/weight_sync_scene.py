@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 import trio
 
+from asyncrl.bench.asked_process import AskedProcess, Report, asked_process
 from asyncrl.engine_processes import start_server
 from asyncrl.engines import Draft, EngineSettings, SamplingSettings, VLLMEngine
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import ConfigError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import TokenIds
 from asyncrl.weight_sync import manifest_from_json
-
-Report = dict[str, Any]
 
 _LIMIT_S = 120.0  # of anything here that answers at all
 _SETTLE_S = 0.3  # until a token has come after a sync
@@ -64,55 +60,6 @@ class WeightSyncBench:
             raise ConfigError(f"--model: there is no *.safetensors in {self.model}; make one by asyncrl.pretrained")
 
 
-class BenchLearnerProcess:
-    """The learner's process."""
-
-    def __init__(self, process: trio.Process) -> None:
-        self._process = process
-        self._rest = b""
-
-    async def ask(self, method: str) -> Report:
-        """Return what a method of the learner returns."""
-        assert self._process.stdin is not None
-        await self._process.stdin.send_all(f"{method}\n".encode())
-        return await self.answer()
-
-    async def answer(self) -> Report:
-        """Return the next line of its output."""
-        assert self._process.stdout is not None
-        with trio.fail_after(_LIMIT_S):
-            while b"\n" not in self._rest:
-                more = await self._process.stdout.receive_some()
-                if not more:
-                    raise AsyncRLError("the benchmark's learner ended early; see above")
-                self._rest += more
-        line, _, self._rest = self._rest.partition(b"\n")
-        report: Report = json.loads(line)
-        return report
-
-
-@asynccontextmanager
-async def _learner(bench: WeightSyncBench, run_id: str, directory: Path) -> AsyncIterator[BenchLearnerProcess]:
-    job = {
-        "model": str(bench.model),
-        "run_id": run_id,
-        "learning_rate": bench.learning_rate,
-        "directory": str(directory),
-        "threads": 1,
-    }
-    argv = [sys.executable, "-m", "asyncrl.bench.weight_sync_learner", json.dumps(job)]
-    process = await trio.lowlevel.open_process(argv, stdin=-1, stdout=-1)
-    try:
-        learner = BenchLearnerProcess(process)
-        await learner.answer()
-        yield learner
-    finally:
-        with trio.move_on_after(_LIMIT_S, shield=True):
-            assert process.stdin is not None
-            await process.stdin.aclose()  # its end: the publisher removes its files
-            await process.wait()
-
-
 class _Probe:
     """One request to a server, sampled without end, whose tokens are sent one by one; when each came."""
 
@@ -151,7 +98,7 @@ class Scene:
 
     engines: Sequence[VLLMEngine]
     probes: Sequence[_Probe]
-    learner: BenchLearnerProcess
+    learner: AskedProcess
 
     def _tokens(self) -> int:
         return sum(engine.statistics().tokens_sampled for engine in self.engines)
@@ -222,6 +169,10 @@ class Scene:
 
 @asynccontextmanager
 async def scene(bench: WeightSyncBench, count: int, scratch: Path) -> AsyncIterator[Scene]:
+    """Start `count` engines, their load and the learner, and yield when tokens have come for a while.
+
+    What they write goes to `scratch`. Raises: AsyncRLError, EngineError where one of them ends.
+    """
     settings = EngineSettings(
         count=count,
         max_model_len=1024,
@@ -232,7 +183,16 @@ async def scene(bench: WeightSyncBench, count: int, scratch: Path) -> AsyncItera
     )
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     async with AsyncExitStack() as stack:
-        learner = await stack.enter_async_context(_learner(bench, run_id, scratch))
+        job = {
+            "model": str(bench.model),
+            "run_id": run_id,
+            "learning_rate": bench.learning_rate,
+            "directory": str(scratch),
+            "threads": 1,
+        }
+        learner = await stack.enter_async_context(
+            asked_process("learner", "asyncrl.bench.weight_sync_learner", job, directory=scratch, limit_s=_LIMIT_S)
+        )
         engines = []
         for index in range(count):
             log = scratch / f"engine-{count}-{index}.log"
