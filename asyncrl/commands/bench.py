@@ -90,8 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="The keys of the JSON file are listed in asyncrl/bench/weight_sync.py. Takes about eight minutes.",
     )
     sync.add_argument("--model", type=Path, default=_MODEL, help=f"a model directory (default: {_MODEL})")
-    sync.add_argument("--engines", type=int, nargs="+", default=[1, 2], metavar="N", help="at once (default: 1 2)")
     sizes = {option.name: option.default for option in fields(WeightSyncBench)}
+    sync.add_argument(
+        "--engines", type=int, nargs="+", default=sizes["engines"], metavar="N", help="at once (default: 1 2)"
+    )
     for name, words in (
         ("requests", "completions that run all the time, over all engines"),
         ("tokens", "of a completion, about"),
@@ -104,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sync.add_argument(
         "--learning-rate",
         type=float,
-        default=1e-5,
+        default=sizes["learning_rate"],
         metavar="R",
         help="how far a step moves every weight, which decides how many a delta holds (default: 1e-5)",
     )
@@ -193,16 +195,8 @@ def _learner(arguments: argparse.Namespace) -> int:
 
 def _weight_sync(arguments: argparse.Namespace) -> int:
     _check_json(arguments.json)
-    bench = WeightSyncBench(
-        model=arguments.model,
-        engines=tuple(arguments.engines),
-        requests=arguments.requests,
-        tokens=arguments.tokens,
-        seconds=arguments.seconds,
-        rounds=arguments.rounds,
-        learning_rate=arguments.learning_rate,
-        threads=arguments.threads,
-    )
+    sizes = {option.name: getattr(arguments, option.name) for option in fields(WeightSyncBench)}
+    bench = WeightSyncBench(**sizes | {"engines": tuple(arguments.engines)})
     report = bench_weight_sync(bench, say=_timed_say())
     Console().print(*weight_sync_tables(report))
     _write(arguments.json, report)
