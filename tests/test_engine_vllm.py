@@ -386,8 +386,8 @@ def test_a_request_that_has_not_begun_when_weights_come_begins_under_the_new_one
 
     async def body(rig: Rig) -> None:
         prompt = prompt_of("q" * 300)
-        async with VLLMEngine("control", server.url, SETTINGS, SamplingSettings(), end_token_ids=()) as control:
-            await control.post("/pause", None, {"mode": "keep"})
+        async with VLLMEngine("control", server.url, SETTINGS, SamplingSettings(), end_token_ids=()) as other:
+            await other.control.post("/pause", None, {"mode": "keep"})
             completions: dict[int, Completion] = {}
 
             async def ask() -> None:
@@ -585,7 +585,7 @@ def test_a_paused_engine_survives_requests_that_are_given_up(server: Server) -> 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sample_many, rig.pool, [prompt_of("gone")] * 6, 900)
             await wait_begun(rig.engine, 6)
-            await rig.engine.post("/pause", None, {"mode": "keep"})
+            await rig.engine.control.post("/pause", None, {"mode": "keep"})
             nursery.cancel_scope.cancel()
         await rig.engine.pull(rig.publish(2))
         completion = await rig.pool.sample(prompt_of("back"), max_tokens=8, trajectory_id="t")
@@ -632,9 +632,9 @@ def test_a_pull_that_is_given_up_when_all_is_loaded_changes_nothing(
 
 def test_a_server_that_a_killed_run_left_in_the_middle_of_an_update_serves_the_next_run(server: Server) -> None:
     async def body(rig: Rig) -> None:
-        await rig.engine.post("/start_weight_update", None, {})
+        await rig.engine.control.post("/start_weight_update", None, {})
         piece = {"manifest": manifest_to_json(rig.publish(2)), "num_tensors": 3}
-        await rig.engine.post("/update_weights", {"update_info": piece}, {})
+        await rig.engine.control.post("/update_weights", {"update_info": piece}, {})
 
     async def next_run(rig: Rig) -> None:
         completion = await rig.pool.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")

@@ -149,13 +149,13 @@ class Scene:
         engine = self.engines[0]
         saved = await self.learner.ask("save")
         began = trio.current_time()
-        await engine.post("/pause", None, {"mode": "wait", "clear_cache": "false"})
+        await engine.control.post("/pause", None, {"mode": "wait", "clear_cache": "false"})
         drained = trio.current_time()
-        await engine.post(
+        await engine.control.post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": saved["directory"]}}, {}
         )
         loaded = trio.current_time()
-        await engine.post("/resume", None, {})
+        await engine.control.post("/resume", None, {})
         ended = trio.current_time()
         await trio.sleep(_SETTLE_S)
         return {

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import trio
 
+from asyncrl.engines.control import REPORT, ControlRoutes
 from asyncrl.engines.settings import KVOnSync
 from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
@@ -19,6 +20,7 @@ class SyncedServer(Protocol):
     """The server that is synced."""
 
     name: str
+    control: ControlRoutes
 
     @property
     def kv_on_sync(self) -> KVOnSync:
@@ -28,10 +30,6 @@ class SyncedServer(Protocol):
     @property
     def sync_timeout_s(self) -> float:
         """Seconds that one phase of a sync may take."""
-        ...
-
-    async def post(self, path: str, body: Mapping[str, Any] | None, params: Mapping[str, str]) -> Any:
-        """Return the JSON that a control route answers. Raises: WeightSyncError."""
         ...
 
     def hold_requests(self) -> None:
@@ -67,7 +65,7 @@ class Sync:
         await self._phase("pause", "/pause", params={"mode": mode, "clear_cache": "false"})
         paused = trio.current_time()
         await self._phase("finish", "/finish_weight_update", {"weight_version": version})
-        self._check(await self._phase("report", "/collective_rpc", {"method": "asyncrl_weight_report"}))
+        self._check(await self._phase("report", "/collective_rpc", REPORT))
         if engine.kv_on_sync is KVOnSync.RECOMPUTE:
             await self._phase("recompute", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         engine.withdraw_unbegun()
@@ -94,7 +92,7 @@ class Sync:
         where = f"{self._engine.name}, {phase} of version {self.manifest.version}"
         try:
             with trio.fail_after(self._engine.sync_timeout_s):
-                answer = await self._engine.post(path, body, params or {})
+                answer = await self._engine.control.post(path, body, params or {})
         except trio.TooSlowError:
             raise WeightSyncError(
                 f"{where}: no answer in {self._engine.sync_timeout_s:g} s ([engine] sync_timeout_s); "
@@ -111,11 +109,8 @@ class Sync:
     async def _mismatched(self) -> str:
         """Return the tensor for which a rank has just refused the update; empty where it was for another reason."""
         with trio.move_on_after(self._engine.sync_timeout_s):
-            try:
-                answer = await self._engine.post("/collective_rpc", {"method": "asyncrl_weight_report"}, {})
-            except WeightSyncError:
-                return ""
-            return next((report["mismatched"] for report in answer["results"] if report["mismatched"]), "")
+            reports = await self._engine.control.reports()
+            return next((report["mismatched"] for report in reports if report["mismatched"]), "")
         return ""
 
     def _loaded(self, phase: str) -> str:

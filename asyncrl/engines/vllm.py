@@ -32,6 +32,7 @@ import trio
 
 from asyncrl.engines.answers import Answer, first_line, named
 from asyncrl.engines.canary import Canary
+from asyncrl.engines.control import REPORT, ControlRoutes
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
 from asyncrl.engines.pace import Pace
@@ -46,7 +47,6 @@ from asyncrl.weight_sync.vllm_labels import SWITCH
 _HEALTH_INTERVAL_S = 0.25  # a server that is starting offers nothing to wait for but its port
 _RECOVERY_S = 10.0  # bounds what is done for an engine after a failed or cancelled sync
 _REFUSED = (400, 413, 422)  # what vLLM answers to a request that it will never run; all else may be the server's fault
-_ONCE = {"Connection": "close"}  # after an error in a control route the server drops the connection unannounced
 
 
 class VLLMEngine:
@@ -91,17 +91,18 @@ class VLLMEngine:
         self._broken = ""
         self._pace = Pace()
         self._completed = self._failed = self._withdrawn = self._tokens = self._unverified = self._syncs = 0
-        self._client = self._new_client()
+        self._client, self.control = self._connections()
         self._open.set()
 
-    def _new_client(self) -> httpx.AsyncClient:
+    def _connections(self) -> tuple[httpx.AsyncClient, ControlRoutes]:
         limits = httpx.Limits(
             max_connections=None,
             max_keepalive_connections=self._settings.max_num_seqs,
             keepalive_expiry=2.0,  # the server closes idle connections after 5 s: never reuse one that it is closing
         )
         # no proxies: the server is on this host or on the cluster's own network
-        return httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False)
+        client = httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False)
+        return client, ControlRoutes(self.name, self.url, client)
 
     async def __aenter__(self) -> VLLMEngine:
         return self
@@ -120,7 +121,7 @@ class VLLMEngine:
         """Speak to a new server from now on, which was started with `version`; the one before is gone."""
         await self.aclose()
         self.url, self.version, self._broken = url.rstrip("/"), version, ""
-        self._client = self._new_client()
+        self._client, self.control = self._connections()
 
     @property
     def capacity(self) -> int:
@@ -171,7 +172,7 @@ class VLLMEngine:
                 try:
                     response = await self._client.get("/health")
                     if response.status_code == 200:
-                        if not await self._is_ours():
+                        if not self._is_ours(await self.control.reports()):
                             await self._attach()
                         return
                     last = f"/health answers {response.status_code}"
@@ -180,22 +181,22 @@ class VLLMEngine:
                 await trio.sleep(_HEALTH_INTERVAL_S)
         raise EngineError(f"{self.name} at {self.url} did not become healthy in {timeout_s:g} s: {last}")
 
-    async def _is_ours(self) -> bool:
+    def _is_ours(self, reports: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether the server has been in this run before, whatever it holds: then only a pull can mend it."""
-        return {report.get("run_id") for report in await self._reports()} == {self._run_id}
+        return {report.get("run_id") for report in reports} == {self._run_id}
 
     async def _attach(self) -> None:
-        needs = "VLLM_SERVER_DEV_MODE=1 in its environment"
-        await self._need("/resume", {}, needs)  # a run that was killed in a sync leaves it paused
-        await self._abandon_update()  # or in the middle of an update
-        await self._need("/update_weight_version", {"new_version": str(self.version)}, needs)
+        need, needs = self.control.need, "VLLM_SERVER_DEV_MODE=1 in its environment"
+        await need("/resume", {}, needs)  # a run that was killed in a sync leaves it paused
+        await self.control.abandon_update()  # or in the middle of an update
+        await need("/update_weight_version", {"new_version": str(self.version)}, needs)
         needs = '--weight-transfer-config \'{"backend": "asyncrl"}\' and asyncrl installed beside vLLM'
         init = {"init_info": {"run_id": self._run_id, "version": self.version, "staged": self._settings.staged_sync}}
-        await self._need("/init_weight_transfer_engine", init, needs)
+        await need("/init_weight_transfer_engine", init, needs)
         needs = "--worker-extension-cls asyncrl.weight_sync.vllm_engine.WorkerReport"
-        await self._need("/collective_rpc", {"method": "asyncrl_weight_report"}, needs)
+        await need("/collective_rpc", REPORT, needs)
         probe = self._body(TokenIds([0]), 2, stop_token_ids=(), stream_interval=1)
-        response = await self._need("/inference/v1/generate", probe, "--enable-scale-out")
+        response = await need("/inference/v1/generate", probe, "--enable-scale-out")
         first = Answer(self.name)
         first.add(next((line for line in response.text.splitlines() if line.startswith("data: {")), "data: nothing"))
         try:
@@ -207,15 +208,6 @@ class VLLMEngine:
                 "asyncrl installed beside vLLM"
             ) from None
 
-    async def _need(self, path: str, body: Mapping[str, Any], flag: str) -> httpx.Response:
-        response = await self._client.post(path, json=body, headers=_ONCE)
-        if response.status_code != 200:
-            raise EngineError(
-                f"{self.name} at {self.url} cannot serve a run: {path} answers {response.status_code} "
-                f"({first_line(response.text)}). It needs {flag}"
-            )
-        return response
-
     async def check(self) -> bool:
         """Tell whether the server answers and holds, whole, the version that it is believed to hold.
 
@@ -223,8 +215,8 @@ class VLLMEngine:
         """
         async with self._pulling:
             with trio.move_on_after(min(_RECOVERY_S, self._settings.sync_timeout_s)):
-                reports = await self._reports()
-                return not self._broken and _held(reports) == {self.version} and await self._is_ours()
+                reports = await self.control.reports()
+                return not self._broken and _held(reports) == {self.version} and self._is_ours(reports)
         return False
 
     # --- sampling ---------------------------------------------------------------------------------------------
@@ -429,33 +421,14 @@ class VLLMEngine:
             grace_s = min(_RECOVERY_S, self._settings.sync_timeout_s)
             held: set[PolicyVersion | None] = set()
             with trio.move_on_after(grace_s, shield=True):
-                await self._abandon_update()
-                held = _held(await self._reports())
-                if held == {self.version} and await self._answers("/resume"):
+                await self.control.abandon_update()
+                held = _held(await self.control.reports())
+                if held == {self.version} and await self.control.answers("/resume"):
                     raise
             held_now = ", ".join(map(str, held)) or "no one knows what"
             self._broken = f"after a failed sync to version {sync.manifest.version} ({error}) it holds {held_now}"
             self.withdraw(self._broken)
             raise
-
-    async def _reports(self) -> list[dict[str, Any]]:
-        """Return what each of the server's ranks says that it holds; nothing if that cannot be learnt."""
-        try:
-            body = {"method": "asyncrl_weight_report"}
-            response = await self._client.post("/collective_rpc", json=body, headers=_ONCE)
-            return list(response.json()["results"]) if response.status_code == 200 else []
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return []
-
-    async def _abandon_update(self) -> None:
-        """End an update that is under way in the server; it answers with an error, whether there is one or not."""
-        await self._answers("/update_weights", {"update_info": {"abandon": True}})
-
-    async def _answers(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
-        try:
-            return (await self._client.post(path, json=body, headers=_ONCE)).status_code == 200
-        except httpx.HTTPError:
-            return False
 
     def withdraw(self, reason: str) -> None:
         """End every running request as a failure; what each has sampled is in its draft."""
@@ -473,16 +446,6 @@ class VLLMEngine:
             if not request.answer.begun:
                 request.withdrawn = True
                 request.scope.cancel()
-
-    async def post(self, path: str, body: Mapping[str, Any] | None, params: Mapping[str, str]) -> Any:
-        """Return the JSON that a control route answers. Raises: WeightSyncError."""
-        try:
-            response = await self._client.post(path, json=body, params=dict(params), headers=_ONCE)
-        except httpx.HTTPError as error:
-            raise WeightSyncError(f"the server does not answer: {named(error)}") from error
-        if response.status_code != 200:
-            raise WeightSyncError(first_line(response.text))
-        return response.json()
 
     @property
     def kv_on_sync(self) -> KVOnSync:

@@ -1,0 +1,63 @@
+"""The control routes of one vLLM server: what is not sampling, asked over the connections of its engine's client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from asyncrl.engines.answers import first_line, named
+from asyncrl.errors import EngineError, WeightSyncError
+
+_ONCE = {"Connection": "close"}  # after an error in a control route the server drops the connection unannounced
+REPORT: Mapping[str, Any] = {"method": "asyncrl_weight_report"}
+"""Asks `/collective_rpc` what each rank holds; `asyncrl.weight_sync.vllm_engine` answers."""
+
+
+class ControlRoutes:
+    """Asks one server. `client` is the engine's, who closes it."""
+
+    def __init__(self, name: str, url: str, client: httpx.AsyncClient) -> None:
+        self._name = name
+        self._url = url
+        self._client = client
+
+    async def post(self, path: str, body: Mapping[str, Any] | None, params: Mapping[str, str]) -> Any:
+        """Return the JSON that a route answers. Raises: WeightSyncError."""
+        try:
+            response = await self._client.post(path, json=body, params=dict(params), headers=_ONCE)
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"the server does not answer: {named(error)}") from error
+        if response.status_code != 200:
+            raise WeightSyncError(first_line(response.text))
+        return response.json()
+
+    async def need(self, path: str, body: Mapping[str, Any], flag: str) -> httpx.Response:
+        """Return what a route answers. Raises: EngineError naming what the server lacks; httpx.TransportError."""
+        response = await self._client.post(path, json=body, headers=_ONCE)
+        if response.status_code != 200:
+            raise EngineError(
+                f"{self._name} at {self._url} cannot serve a run: {path} answers {response.status_code} "
+                f"({first_line(response.text)}). It needs {flag}"
+            )
+        return response
+
+    async def reports(self) -> list[dict[str, Any]]:
+        """Return what each of the server's ranks says that it holds; nothing if that cannot be learnt."""
+        try:
+            response = await self._client.post("/collective_rpc", json=REPORT, headers=_ONCE)
+            return list(response.json()["results"]) if response.status_code == 200 else []
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return []
+
+    async def answers(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
+        """Tell whether a route answers that it did what was asked."""
+        try:
+            return (await self._client.post(path, json=body, headers=_ONCE)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def abandon_update(self) -> None:
+        """End an update that is under way in the server; it answers with an error, whether there is one or not."""
+        await self.answers("/update_weights", {"update_info": {"abandon": True}})
