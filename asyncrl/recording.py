@@ -22,9 +22,7 @@ from asyncrl.types import Group, PolicyVersion, TokenIds
 WARM_START = "warm_start"
 """The `phase` of a line of metrics.jsonl that is about demonstrations; the others say "rollouts"."""
 
-_STATUS_EVERY_S = (
-    1.0  # at most, while groups finish; at thousands of episodes each would cost more than its episodes do
-)
+_STATUS_EVERY_S = 1.0  # at most, while groups finish; with thousands of episodes each would cost more than they do
 _KEPT_SPIKES = 8  # largest token ratios of a step that are written down; all 64 would be 1 MB in 100 steps
 
 

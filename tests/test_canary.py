@@ -161,6 +161,25 @@ def test_a_server_that_does_not_sing_is_no_mismatch(answer: tuple[int, bytes], w
     _run(script, body)
 
 
+def test_a_sync_that_is_given_up_before_the_canary_is_heard_puts_the_engine_out_of_service() -> None:
+    """Kills: weights that nobody has compared, under which an engine goes on."""
+    script = _script()
+
+    async def body(engine: VLLMEngine) -> None:
+        script.hold_canary = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.pull, _manifest())
+            while not script.heard:
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        assert engine.broken == "the canary of version 1: the sync was given up before its answer"
+        script.hold_canary = None
+        await engine.pull(_manifest())
+        assert engine.broken == ""
+
+    _run(script, body)
+
+
 def test_of_what_is_sampled_while_the_canary_is_waited_for_nothing_is_kept_if_it_is_wrong() -> None:
     """One request has ended by then, with a token of the new version in it. Kills: handing it out before the verdict;
     cutting off what older weights have sampled.

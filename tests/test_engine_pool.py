@@ -13,7 +13,9 @@ from engine_fleet import PROMPT, RATES, START_S, Fleet, fails, run
 
 from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
-from asyncrl.engines import EnginePool, EngineSettings, Health
+from asyncrl.engines import Draft, EnginePool, EngineSettings, Health
+from asyncrl.engines.line import Line
+from asyncrl.engines.roster import Roster
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.status import RunStatus
@@ -157,6 +159,25 @@ def test_a_request_that_is_given_up_while_it_waits_leaves_its_place_to_the_next(
         assert fleet.pool.statistics().running == fleet.pool.statistics().waiting == 0
 
     run(body, count=1, capacity=1)
+
+
+def test_a_place_that_was_given_to_a_request_as_it_was_given_up_is_free_again() -> None:
+    async def hold(line: Line) -> None:
+        async with line.place(Draft(PROMPT, max_tokens=1, trajectory_id="gone")):
+            raise AssertionError("it was given up")
+
+    async def main() -> None:
+        roster = Roster([FakeServer("engine 0", RATES, itertools.count(), capacity=1)], outage_timeout_s=10.0)
+        line, (member,) = Line(roster), roster.members
+        roster.put_in_service(member)
+        async with trio.open_nursery() as nursery, line.place(Draft(PROMPT, max_tokens=1, trajectory_id="t")):
+            nursery.start_soon(hold, line)
+            await trio.testing.wait_all_tasks_blocked()
+            assert (line.length, member.places_taken) == (1, 1)
+            nursery.cancel_scope.cancel()
+        assert (line.length, member.places_taken) == (0, 0)
+
+    trio.run(main)
 
 
 # --- weights and engines that come and go ---------------------------------------------------------------------

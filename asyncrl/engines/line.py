@@ -35,7 +35,7 @@ class _Waiter:
         self.home = home
         self.called = trio.Event()
         self.member: Member | None = None
-        """Whose place it got; None where it must look again."""
+        """Whose place it got and has not gone to; None where it must look again."""
 
 
 class Line:
@@ -70,17 +70,15 @@ class Line:
                 if waiter.member is None:
                     await waiter.called.wait()
                 if waiter.member is not None:
-                    return waiter.member
+                    member, waiter.member = waiter.member, None
+                    return member
                 waiter.called = trio.Event()
-        except BaseException:
-            if waiter.member is not None:  # it was called, and given up before it could go
-                waiter.member.places_taken -= 1
-                waiter.member = None
-                self._call()
-            raise
         finally:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
+            if waiter.member is not None:  # it was called, and given up before it could go
+                waiter.member.places_taken -= 1
+                self._call()
 
     def _look_again(self) -> None:
         """An engine has come or gone: homes change, and where none is left, all in line see how long it takes."""

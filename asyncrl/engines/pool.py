@@ -162,7 +162,7 @@ class EnginePool:
     async def learn_canary(self, canary: Canary, expected: Sequence[float]) -> None:
         """Learn what is allowed between engines and learner, which now hold the same weights, nothing having been sent.
 
-        Raises: EngineError; WeightMismatch naming an engine that is too far from what the learner says.
+        Raises: EngineError (in an exception group); WeightMismatch naming an engine that is too far from the learner.
         """
         distances: dict[str, float] = {}
 

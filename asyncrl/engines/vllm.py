@@ -39,7 +39,7 @@ from asyncrl.engines.pace import Pace
 from asyncrl.engines.requests import Probation, Request
 from asyncrl.engines.settings import EngineSettings, KVOnSync, SamplingSettings
 from asyncrl.engines.sync import Sync
-from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.errors import EngineError, WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import PolicyVersion, TokenIds, WeightManifest
 from asyncrl.weight_sync.vllm_labels import SWITCH
@@ -381,23 +381,34 @@ class VLLMEngine:
         if self._probation is None or self._canary is None:
             return report
         began, timeout_s = trio.current_time(), self._settings.sync_timeout_s
+        where, why = f"canary of version {manifest.version}", "the sync was given up before its answer"
         try:
             with trio.fail_after(timeout_s):
                 found = await self.canary_logprobs()
             self._canary_distance = self._canary.distance(found, manifest.canary_logprobs)
             self._canary.check(self.name, manifest.version, self._canary_distance)
-        except BaseException as error:
-            late = isinstance(error, trio.TooSlowError)
-            why = f"no answer in {timeout_s:g} s ([engine] sync_timeout_s)" if late else str(error)
-            self._broken = f"the canary of version {manifest.version}: {why}"
-            for request in self._sent:
-                request.cut_at = manifest.version
-            self.withdraw(self._broken)
-            if late or isinstance(error, EngineError):
-                raise WeightSyncError(f"{self.name}, canary of version {manifest.version}: {why}") from error
+            why = ""
+        except trio.TooSlowError:
+            why = f"no answer in {timeout_s:g} s ([engine] sync_timeout_s)"
+            raise WeightSyncError(f"{self.name}, {where}: {why}") from None
+        except EngineError as error:
+            why = str(error)
+            raise WeightSyncError(f"{self.name}, {where}: {why}") from error
+        except WeightMismatch as error:
+            why = str(error)
             raise
+        finally:
+            if why:
+                self._disown(manifest.version, f"the {where}: {why}")
         seconds = {**report.seconds, "canary": trio.current_time() - began}
         return replace(report, canary_distance=self._canary_distance, seconds=seconds)
+
+    def _disown(self, version: PolicyVersion, reason: str) -> None:
+        """Be out of service, and keep no token that running requests have sampled under a version."""
+        self._broken = reason
+        for request in self._sent:
+            request.cut_at = version
+        self.withdraw(reason)
 
     async def canary_logprobs(self) -> Sequence[float]:
         """Return what the server makes of the canary's text. Raises: EngineError."""
@@ -417,7 +428,7 @@ class VLLMEngine:
         """Whatever ends the sync, leave the server running what it surely holds, or out of service."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # a cancelled sync too leaves a paused server; raised again on every path
             grace_s = min(_RECOVERY_S, self._settings.sync_timeout_s)
             held: set[PolicyVersion | None] = set()
             with trio.move_on_after(grace_s, shield=True):
