@@ -406,6 +406,8 @@ def test_a_paused_engine_survives_requests_that_are_given_up(server: Server) -> 
     run(server, body)
 
 
+# whoever gives up while httpx sends a body leaves its generator to the garbage collector: seen once on a busy machine
+@pytest.mark.filterwarnings(r"ignore:Async generator 'httpx\._content\.ByteStream:ResourceWarning")
 def test_a_pull_that_is_given_up_leaves_the_engine_serving(server: Server) -> None:
     async def body(rig: Rig) -> None:
         manifest = rig.publish(2)
