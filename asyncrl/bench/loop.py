@@ -36,14 +36,13 @@ from asyncrl.checkpoint import CheckpointStore
 from asyncrl.progress import Progress
 from asyncrl.protocols import Sampler, StepResult
 from asyncrl.recording import RunRecorder
-from asyncrl.rollout import collect_episodes
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_journal import RunJournal
-from asyncrl.simulation.parts import SimulatedEngines, SimulatedEnvironment, SimulatedLearner, World
+from asyncrl.simulation.parts import SimulatedEngines, SimulatedLearner, World
 from asyncrl.simulation.rates import SimulationRates
 from asyncrl.status import RunStatus
-from asyncrl.testing import run_inline
+from asyncrl.testing import FakeEnvironment, Rates, run_inline
 from asyncrl.types import (
     Completion,
     FinishReason,
@@ -135,31 +134,13 @@ class _Learner(SimulatedLearner):
         return await super().step(groups)
 
 
-class _Environment(SimulatedEnvironment):
+class _Environment(FakeEnvironment):
     """One turn, then a wait, then a coin flip."""
 
-    def __init__(self, world: World, engines: SimulatedEngines, seconds: Callable[[], float]) -> None:
-        super().__init__(world, engines)
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        super().__init__(Rates(), random.Random(1))
         self._seconds = seconds
-        self._coin = random.Random(1)
         self._segment_of_all = make_segment(0)
-
-    async def collect_trajectories(
-        self,
-        task: Task,
-        sampler: Sampler,
-        *,
-        group_id: str,
-        group_size: int,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-    ) -> Sequence[Trajectory]:
-        return await collect_episodes(
-            lambda trajectory_id: self._episode(task, sampler, trajectory_id),
-            sampler,
-            group_id=group_id,
-            group_size=group_size,
-            on_trajectory=on_trajectory,
-        )
 
     async def _episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         began = trio.current_time()
@@ -167,7 +148,7 @@ class _Environment(SimulatedEnvironment):
         completion = await sampler.sample(prompt, max_tokens=TOKENS, trajectory_id=trajectory_id)
         await trio.sleep(self._seconds())
         spans = (replace(s, start=s.start + PROMPT_TOKENS, end=s.end + PROMPT_TOKENS) for s in completion.spans)
-        reward = float(self._coin.random() < 0.5)
+        reward = float(self._rng.random() < 0.5)
         return Trajectory(
             trajectory_id=trajectory_id,
             task_id=task.task_id,
@@ -208,7 +189,7 @@ class LoopBench:
         )
         world = World(rates, engines=1, engine_slots=1, seed=0, faults=())
         engines = _Engines(world, seconds)
-        environment = _Environment(world, engines, seconds)
+        environment = _Environment(seconds)
         self.stop = trio.Event()
         files = RunDirectory(directory)
         files.trajectories.mkdir(parents=True)
