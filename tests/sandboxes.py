@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import trio
@@ -18,6 +18,8 @@ from asyncrl.protocols import Sandbox, SandboxBackend, SandboxLimits
 from asyncrl.sandbox import SandboxSettings, open_backend
 from asyncrl.sandbox.server import SandboxServer
 from asyncrl.serving import listen, serve
+
+T = TypeVar("T")
 
 LIMITS = SandboxLimits(wall_s=20.0, memory_bytes=96 * 2**20, disk_bytes=8 * 2**20, max_files=256, max_pids=24)
 
@@ -81,16 +83,16 @@ async def opened(directory: Path, *, backend: str = "bubblewrap", **changes: Any
         nursery.cancel_scope.cancel()
 
 
-def with_backend(body: Callable[[SandboxBackend], Awaitable[None]], directory: Path, **changes: Any) -> None:
-    """Run `body` on an open backend, within a minute; skip where the machine has no sandboxes."""
+def with_backend(body: Callable[[SandboxBackend], Awaitable[T]], directory: Path, **changes: Any) -> T:
+    """Return what `body` makes of an open backend, within a minute; skip where the machine has no sandboxes."""
     skip_unless_possible(changes.get("backend", "bubblewrap"))
 
-    async def main() -> None:
+    async def main() -> T:
         with trio.fail_after(60):
             async with opened(directory, **changes) as backend:
-                await body(backend)
+                return await body(backend)
 
-    trio.run(main)
+    return trio.run(main)
 
 
 async def wait_started(sandbox: Sandbox) -> None:

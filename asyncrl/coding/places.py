@@ -1,0 +1,74 @@
+"""A coding task's place: its sandbox opened, its steps begun, its reference applied."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from asyncrl.coding.tasks import CodingTask, Reference, TaskStep
+from asyncrl.errors import EnvironmentFault, SandboxError
+from asyncrl.protocols import ExecResult, Outcome, Sandbox, SandboxBackend, Snapshot
+
+_SOLUTION = "/solution"
+
+
+async def open_place(backend: SandboxBackend, task: CodingTask, files: Snapshot | None = None) -> Sandbox:
+    """Return a new sandbox that holds the task's files; `files` are those, prepared once for many.
+
+    Raises: SandboxError.
+    """
+    if files is not None:
+        return await backend.open(files, limits=task.limits, work=task.work, places=dict.fromkeys(task.places))
+    async with await backend.prepare(task.files, executable=task.executable) as prepared:
+        return await open_place(backend, task, prepared)
+
+
+async def begin_step(sandbox: Sandbox, task: CodingTask, step: TaskStep) -> None:
+    """Write a step's files and run its set-up. Raises: SandboxError, EnvironmentFault where the set-up fails."""
+    for path, data in step.files.items():
+        await sandbox.write(path, data)
+    if step.setup:
+        result = await sandbox.exec(with_variables(["bash", "-c", step.setup], task.variables))
+        _require_success(result, f"{task.task_id}: the set-up of step {step.name!r}")
+
+
+async def apply_reference(backend: SandboxBackend, task: CodingTask, reference: Reference, sandbox: Sandbox) -> Sandbox:
+    """Return the sandbox in which the reference was applied; it replaces the one given, which it may have closed.
+
+    Raises: SandboxError, EnvironmentFault where the reference's script was ended by a limit.
+    """
+    if not reference.script:
+        for path, data in reference.files.items():
+            await sandbox.write(path, data)
+        return sandbox
+    async with (
+        sandbox,
+        await sandbox.snapshot() as files,
+        await backend.prepare(reference.files, executable=list(reference.files)) as solution,
+    ):
+        places = {**dict.fromkeys(task.places), _SOLUTION: solution}
+        solved = await backend.open(files, limits=task.limits, work=task.work, places=places)
+    script = ["bash", f"{_SOLUTION}/{reference.script}"]
+    result = await solved.exec(with_variables(script, {**task.variables, **reference.variables}))
+    if result.outcome is not Outcome.OK:
+        await solved.aclose()
+        _require_success(result, f"{task.task_id}: the reference's script")
+    return solved
+
+
+def with_variables(argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Return a command that runs `argv` with environment variables besides the sandbox's own."""
+    return ["env", *(f"{name}={value}" for name, value in variables.items()), *argv] if variables else list(argv)
+
+
+def exported(variables: Mapping[str, str]) -> str:
+    """Return shell text that sets environment variables; empty for none."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def _require_success(result: ExecResult, what: str) -> None:
+    if result.outcome is Outcome.INFRASTRUCTURE:
+        raise SandboxError(f"{what}: {result.detail}")
+    if result.outcome is not Outcome.OK or result.exit_code != 0:
+        said = (result.stdout + result.stderr).decode(errors="replace").strip()[-200:]
+        raise EnvironmentFault(f"{what} failed: {result.outcome}, exit code {result.exit_code}; {said}")

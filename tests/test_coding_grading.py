@@ -1,0 +1,148 @@
+"""A coding task's steps are graded by their own kind of checks, in a new sandbox, from what the agent left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sandboxes import LIMITS, with_backend
+
+from asyncrl.coding.grading import Grader
+from asyncrl.coding.places import apply_reference, begin_step, open_place
+from asyncrl.coding.tasks import CallChecks, Checks, CodingTask, PytestChecks, Reference, ScriptChecks, TaskStep
+from asyncrl.coding.verdicts import Verdict
+from asyncrl.errors import EnvironmentFault
+from asyncrl.protocols import SandboxBackend
+from asyncrl.sandbox import Call
+
+pytestmark = pytest.mark.slow
+
+UNFIXED, FIXED = b"def double(x):\n    return x + 2\n", b"def double(x):\n    return x * 2\n"
+CALLS = CallChecks(
+    path="double.py", function="double", hidden=(Call(arguments=[2], expected=4), Call(arguments=[5], expected=10))
+)
+TESTS = PytestChecks(
+    tests={"test_double.py": b"from double import double\ndef test_five():\n    assert double(5) == 10\n"},
+    expected=("test_double.py::test_five",),
+)
+SCRIPT = ScriptChecks(
+    files={
+        "test.sh": b"cd /task && python3 -c 'from double import double; print(float(double(5) == 10))' "
+        b"> /logs/verifier/reward.txt\nexit $CODE\n"
+    },
+    variables={"CODE": "3"},
+    timeout_s=20.0,
+)
+KINDS = {"calls": CALLS, "pytest": TESTS, "script": SCRIPT}
+
+
+def a_task(checks: Checks, **changes: Any) -> CodingTask:
+    step = TaskStep(instruction="Fix it.", checks=checks, reference=Reference(files={"double.py": FIXED}))
+    return CodingTask(task_id="double", steps=(replace(step, **changes),), files={"double.py": UNFIXED}, limits=LIMITS)
+
+
+async def verdict(backend: SandboxBackend, task: CodingTask, left: Mapping[str, bytes]) -> Verdict:
+    async with Grader(backend) as grader, await open_place(backend, task) as sandbox:
+        for path, data in left.items():
+            await sandbox.write(path, data)
+        return await grader.grade(task, task.steps[0], sandbox)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_unfixed_code_fails_and_the_reference_passes(kind: str, tmp_path: Path) -> None:
+    async def use(backend: SandboxBackend) -> tuple[Verdict, Verdict]:
+        task = a_task(KINDS[kind])
+        async with Grader(backend) as grader:
+            async with await open_place(backend, task) as sandbox:
+                await begin_step(sandbox, task, task.steps[0])
+                before = await grader.grade(task, task.steps[0], sandbox)
+            reference = task.steps[0].reference
+            assert reference is not None
+            async with await apply_reference(backend, task, reference, await open_place(backend, task)) as sandbox:
+                return before, await grader.grade(task, task.steps[0], sandbox)
+
+    before, after = with_backend(use, tmp_path)
+    assert (before.solved, after.solved) == (False, True)
+    assert before.reward < 1.0
+    assert after.reward == 1.0
+
+
+def test_a_reference_may_be_a_script_that_the_agents_sandbox_never_held(tmp_path: Path) -> None:
+    script = Reference(files={"solve.sh": b"echo 'def double(x): return x * 2' > double.py\n"}, script="solve.sh")
+
+    async def use(backend: SandboxBackend) -> Verdict:
+        task = a_task(CALLS, reference=script)
+        async with (
+            Grader(backend) as grader,
+            await apply_reference(backend, task, script, await open_place(backend, task)) as sandbox,
+        ):
+            return await grader.grade(task, task.steps[0], sandbox)
+
+    assert with_backend(use, tmp_path).solved
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (b"true\n", "neither reward.json nor reward.txt"),
+        (b"echo nan > /logs/verifier/reward.txt\n", "must hold finite numbers, found 'nan"),
+        (b'echo \'{"a": "1"}\' > /logs/verifier/reward.json\n', "must hold finite numbers"),
+        (b"ln -s /etc/passwd /logs/verifier/reward.txt\n", "cannot be read"),
+    ],
+)
+def test_a_script_that_says_nothing_has_not_judged(script: bytes, says: str, tmp_path: Path) -> None:
+    task = a_task(replace(SCRIPT, files={"test.sh": script}))
+
+    async def use(backend: SandboxBackend) -> None:
+        with pytest.raises(EnvironmentFault, match=says):
+            await verdict(backend, task, {})
+
+    with_backend(use, tmp_path)
+
+
+def test_several_rewards_are_kept_by_name_and_the_one_called_reward_counts(tmp_path: Path) -> None:
+    files = {"test.sh": b'echo \'{"reward": 0.5, "style": 1}\' > /logs/verifier/reward.json\n'}
+
+    async def use(backend: SandboxBackend) -> Verdict:
+        return await verdict(backend, a_task(replace(SCRIPT, files=files)), {})
+
+    found = with_backend(use, tmp_path)
+    assert (found.reward, found.solved, found.rewards) == (0.5, False, {"reward": 0.5, "style": 1.0})
+
+
+def test_what_the_agent_left_running_cannot_write_the_reward(tmp_path: Path) -> None:
+    files = {"test.sh": b"sleep 0.3; echo 0 > /logs/verifier/reward.txt\n"}
+
+    async def use(backend: SandboxBackend) -> Verdict:
+        task = a_task(replace(SCRIPT, files=files))
+        async with Grader(backend) as grader, await open_place(backend, task) as sandbox:
+            await sandbox.shell("(while true; do echo 1 > /logs/verifier/reward.txt; done) >/dev/null 2>&1 &")
+            return await grader.grade(task, task.steps[0], sandbox)
+
+    assert with_backend(use, tmp_path).reward == 0.0
+
+
+def test_only_the_files_that_were_asked_for_cross(tmp_path: Path) -> None:
+    only = replace(SCRIPT, submitted=("double.py",), files={"test.sh": b"ls /task | wc -l > /logs/verifier/reward.txt"})
+
+    async def use(backend: SandboxBackend) -> Verdict:
+        return await verdict(backend, a_task(only), {"double.py": FIXED, "other.py": b""})
+
+    assert with_backend(use, tmp_path).reward == 1.0
+
+
+def test_a_file_that_cannot_be_judged_is_the_agents_doing(tmp_path: Path) -> None:
+    async def use(backend: SandboxBackend) -> tuple[Verdict, Verdict]:
+        task = a_task(CALLS)
+        async with Grader(backend) as grader, await open_place(backend, task) as sandbox:
+            await sandbox.shell("ln -sf /etc/passwd double.py")
+            linked = await grader.grade(task, task.steps[0], sandbox)
+        return linked, await verdict(backend, task, {"double.py": b"\xff\xfe"})
+
+    linked, binary = with_backend(use, tmp_path)
+    assert (linked.reward, binary.reward) == (0.0, 0.0)
+    assert "double.py" in linked.refused
+    assert "not UTF-8" in binary.detail
