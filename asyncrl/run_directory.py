@@ -137,15 +137,16 @@ def opened(directory: RunDirectory, config: Config) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"cannot write the run directory {directory.path}: {error.strerror} ([run])") from None
     with directory.locked():
-        _write_config(directory, config)
-        if not directory.format.exists():
-            directory.write_json(directory.format, {"format": FORMAT, "asyncrl": __version__})
+        _write_beginning(directory, config)
         yield
 
 
-def _write_config(directory: RunDirectory, config: Config) -> None:
+def _write_beginning(directory: RunDirectory, config: Config) -> None:
+    """Write format.json, if it is not there, and config.toml after it: where that is, there is a run to resume."""
     partial = directory.config.with_suffix(".tmp")
     try:
+        if not directory.format.exists():
+            directory.write_json(directory.format, {"format": FORMAT, "asyncrl": __version__})
         partial.write_text(dump_config(config), encoding="utf-8")
         partial.replace(directory.config)
     except OSError as error:

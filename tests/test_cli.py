@@ -199,6 +199,23 @@ def test_a_run_of_another_configuration_is_not_resumed(
     assert run_directory.choose(longer, resume=True).path == tmp_path / "run"
 
 
+def test_a_run_that_was_killed_as_its_directory_was_made_is_no_older_versions(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    setting = f"run.directory={directory.path}"
+
+    def killed(config: object) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_directory, "dump_config", killed)
+        with run_directory.opened(directory, load_config(config, [setting])):
+            pass
+    assert directory.format.is_file()
+    assert "there is no run to resume" in _refused(capsys, "train", str(config), "--resume", "--set", setting)
+
+
 def test_a_run_directory_of_another_version_is_not_gone_on_with(
     config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
