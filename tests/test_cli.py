@@ -208,10 +208,10 @@ def test_a_run_that_was_killed_as_its_directory_was_made_is_no_older_versions(
     def killed(config: object) -> str:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(run_directory, "dump_config", killed)
-        with run_directory.opened(directory, load_config(config, [setting])):
-            pass
+        with pytest.raises(KeyboardInterrupt):
+            run_directory.opened(directory, load_config(config, [setting])).__enter__()
     assert directory.format.is_file()
     assert "there is no run to resume" in _refused(capsys, "train", str(config), "--resume", "--set", setting)
 
