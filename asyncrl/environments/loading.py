@@ -69,26 +69,34 @@ def resolve_options(settings: EnvironmentSettings) -> Any:
     Raises: ConfigError naming the option, what was found and what is allowed.
     """
     kind = getattr(environment_class(settings.name), "settings_type", RolloutSettings)
+    return convert_options(
+        kind, settings.options, owner=f"environment {settings.name!r}", where="[environment.options]"
+    )
+
+
+def convert_options(kind: Any, options: Mapping[str, Any], *, owner: str, where: str) -> Any:
+    """Return a settings dataclass of `kind` from what was typed, its defaults filled in.
+
+    Raises: ConfigError naming the option and its `owner`, what was found and what is allowed, and `where`.
+    """
     hints, known = typing.get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
-    for key, value in settings.options.items():
+    for key, value in options.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed: {', '.join(sorted(known))}"
-            raise ConfigError(
-                f"unknown option {key!r} of environment {settings.name!r}; {hint} ([environment.options])"
-            )
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed: {', '.join(sorted(known)) or 'none'}"
+            raise ConfigError(f"unknown option {key!r} of {owner}; {hint} ({where})")
         try:
             values[key] = msgspec.convert(value, hints[key], dec_hook=_to_path)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{key} = {value!r}: {error} ([environment.options])") from error
+            raise ConfigError(f"{key} = {value!r}: {error} ({where})") from error
     missing = [
         name
         for name, f in known.items()
         if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ConfigError(f"environment {settings.name!r} needs {', '.join(missing)} ([environment.options])")
+        raise ConfigError(f"{owner} needs {', '.join(missing)} ({where})")
     return kind(**values)
 
 
