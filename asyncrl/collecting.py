@@ -54,7 +54,9 @@ class GroupCollector:
         on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None,
         on_retry: Callable[[Sequence[Trajectory]], None] = lambda failed: None,
     ) -> list[Trajectory]:
-        """Return `group_size` trajectories of `task`.
+        """Return `group_size` trajectories of `task`, or as many as the task itself says.
+
+        Where it says 0, as many as come, failed ones are not started again.
 
         `on_trajectory` is told of each as it ends, where the environment tells of it, and `on_retry` of failed ones
         that another attempt replaces.
@@ -62,6 +64,7 @@ class GroupCollector:
         Late ones have failed (`failed_deadline`), with no reward. Raises: EnvironmentFault where the environment
         returns anything but what it was asked for.
         """
+        group_size, any_size = task.group_size or group_size, task.group_size == 0
         trajectories: list[Trajectory] = []
         ended: dict[str, Trajectory] = {}  # of the first attempt, while it runs
 
@@ -74,7 +77,7 @@ class GroupCollector:
 
         with trio.move_on_after(self._deadline_s or math.inf):
             trajectories += await self._attempt(task, sampler, group_id, group_size, note)
-            for attempt in range(1, self._retries + 1):
+            for attempt in range(1, 1 if any_size else self._retries + 1):
                 failed = [place for place, trajectory in enumerate(trajectories) if trajectory.reward is None]
                 if not failed:
                     break
@@ -101,17 +104,19 @@ class GroupCollector:
             on_trajectory=on_trajectory,
         )
         ids = {trajectory.trajectory_id for trajectory in collected}
-        if not len(ids) == len(collected) == group_size:
+        wanted = max(1, len(collected)) if task.group_size == 0 else group_size
+        if not len(ids) == len(collected) == wanted:
+            asked = "at least one was" if task.group_size == 0 else f"{group_size} were"
             raise EnvironmentFault(
                 f"environment {task.environment}: group {group_id} (task {task.task_id}) came back with "
-                f"{len(collected)} trajectories of {len(ids)} different ids, {group_size} were asked for"
+                f"{len(collected)} trajectories of {len(ids)} different ids, {asked} asked for"
             )
         return [refuse_bad_numbers(trajectory) for trajectory in collected]
 
     def _cut_short(
         self, task: Task, group_id: str, group_size: int, ended: Mapping[str, Trajectory]
     ) -> list[Trajectory]:
-        """Return what had ended, and a failure for each episode that had not."""
+        """Return what had ended, and a failure for each episode that had not; for one, where nobody knows how many."""
         names = [name for index in range(2 * group_size) if (name := f"{group_id}-{index}") not in ended]
         late = [
             Trajectory(
@@ -124,6 +129,6 @@ class GroupCollector:
                 seconds=self._deadline_s,
                 detail=f"it still ran when its group was {self._deadline_s:g} s old (group_deadline_s)",
             )
-            for name in names[: group_size - len(ended)]
+            for name in names[: 1 if task.group_size == 0 else group_size - len(ended)]
         ]
         return [*ended.values(), *late]

@@ -23,8 +23,11 @@ def zero_advantage_reason(group: Group) -> str | None:
     environment gives to tokens, or differently to turns, is something to learn from.
     """
     scored = [t for t in group.trajectories if t.reward is not None]
-    rewards = [t.reward for t in scored if t.reward is not None]
-    if not rewards or max(rewards) - min(rewards) > _EQUAL:
+    by_agent: dict[str, list[float]] = {}
+    for trajectory in scored:
+        by_agent.setdefault(trajectory.agent, []).append(trajectory.reward or 0.0)
+    rewards = [reward for own in by_agent.values() for reward in own]
+    if not rewards or any(max(own) - min(own) > _EQUAL for own in by_agent.values()):
         return None
     segments = [segment for t in scored for segment in t.segments]
     if any(segment.advantages is not None for segment in segments):

@@ -140,7 +140,7 @@ class GroupRollouts:
         draw = Draw(draw_id=group_id, task=self._environment.get_item()) if fresh else self._redraw.popleft()
         version = self._buffer.version
         self._buffer.admit(group_id)
-        self._ledger.admit(group_id, num_trajectories=self._settings.group_size)
+        self._ledger.admit(group_id, num_trajectories=self._settings.group_size_of(draw.task))
         record = GroupAdmitted(draw_id=draw.draw_id, task=draw.task, version=version, fresh=fresh)
         position = self._journal.append_nowait(Kind.GROUP_ADMITTED, record, group_id=group_id)
         self._open[group_id] = OpenGroup(draw=draw, position=position)
@@ -214,7 +214,7 @@ class GroupRollouts:
         """Return why a group cannot be trained on, or None. One that was cut short needs two usable episodes."""
         num_usable = sum(trajectory.reward is not None for trajectory in group.trajectories)
         if any(trajectory.status is TrajectoryStatus.FAILED_DEADLINE for trajectory in group.trajectories):
-            return GROUP_DEADLINE if num_usable < min(2, self._settings.group_size) else None
+            return GROUP_DEADLINE if num_usable < min(2, self._settings.group_size_of(group.task)) else None
         return ALL_FAILED if num_usable == 0 else None
 
     def _counting(self, group_id: int) -> Sampler:

@@ -59,9 +59,10 @@ class Environment(Protocol):
     async def collect_trajectories(
         self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
     ) -> Sequence[Trajectory]:
-        """Run and score `group_size` episodes of `task`, concurrently.
+        """Run and score `group_size` episodes of `task`, concurrently, or bring what stands for them.
 
-        A failed episode is a trajectory with a failure status; its siblings go on.
+        Ids differ. A task with a `group_size` of its own gets that many; where it is 0, any number but none may come. A
+        failed episode is a trajectory with a failure status; its siblings go on.
         """
         ...
 

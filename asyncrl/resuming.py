@@ -95,7 +95,7 @@ def replay(
     for event in history.events:
         match event:
             case Admitted():
-                ledger.admit(event.attempt.group_id, num_trajectories=settings.group_size)
+                ledger.admit(event.attempt.group_id, num_trajectories=settings.group_size_of(event.attempt.draw.task))
                 if event.fresh:
                     num_lost = _draw_again(environment, event.attempt.draw.task, replayed, num_lost)
             case Sampled():

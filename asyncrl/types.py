@@ -145,6 +145,8 @@ class Segment:
     turns: tuple[TurnSpan, ...] = ()
     """The segment's turns in order. They cover exactly the tokens whose `loss_mask` is 1; or none, where turns are not
     told apart."""
+    token_fields: Mapping[str, Logprobs] = field(default_factory=dict)
+    """name -> [L] float32, passed through unread to the loss, where one of your own finds it by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,8 @@ class Trajectory:
     """None where the status is a failure, else finite."""
     status: TrajectoryStatus
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    agent: str = ""
+    """Who played, where several agents did: a baseline compares trajectories of one group and one agent."""
     num_turns: int = 0
     seconds: float = 0.0
     detail: str = ""
@@ -204,6 +208,14 @@ class Task:
     task_id: str
     environment: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    group_size: int | None = None
+    """Trajectories of its group where the task says it, and not `group_size` of [buffer]: two for a preference pair,
+    one for a demonstration, 0 for as many as come."""
+
+    def __post_init__(self) -> None:
+        """Refuse a number of trajectories that is none."""
+        if self.group_size is not None and self.group_size < 0:
+            raise ValueError(f"task {self.task_id!r}: group_size must be >= 0, got {self.group_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ class Ledger:
         self._open: dict[int, _Account] = {}
 
     def admit(self, group_id: int, *, num_trajectories: int) -> None:
-        """Note that a group has started, with so many episodes."""
+        """Note that a group has started, with so many episodes; 0 where that is not known before they have come."""
         started = Amount(groups=1, trajectories=num_trajectories)
         self._generated += started
         self._open[group_id] = _Account(started)
@@ -127,6 +127,8 @@ class Ledger:
     def finish(self, group: Group) -> None:
         """Note that a group is complete: its failed episodes are dropped here, the others are in the buffer."""
         account = self._open[group.group_id]
+        expected = account.amount.trajectories
+        self._generated += Amount(trajectories=len(group.trajectories) - expected)  # where nobody knew how many come
         account.finished, account.amount = True, Amount(groups=1)
         for trajectory in group.trajectories:
             held = trajectory.num_sampled_tokens

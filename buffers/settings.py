@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.buffers.ordering import Order
 from asyncrl.errors import ConfigError
+from asyncrl.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,10 @@ class BufferSettings:
                 f"to at most {self.max_off_policyness * self.groups_per_step + 1}, raise max_off_policyness "
                 f"from {self.max_off_policyness}, or give slots ([buffer])"
             )
+
+    def group_size_of(self, task: Task) -> int:
+        """Return how many trajectories a task's group will have; 0 where that shows when they have come."""
+        return self.group_size if task.group_size is None else task.group_size
 
     @property
     def most_slots(self) -> int:

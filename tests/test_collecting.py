@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,64 @@ def test_failed_episodes_are_started_again_as_often_as_was_asked() -> None:
 
 
 @pytest.mark.slow
+class AnySize(FakeEnvironment):
+    """Brings as many trajectories as it likes: of every task a pair, of every third as many as come."""
+
+    def get_item(self) -> Task:
+        """Return the next task, with its group's size."""
+        return replace(super().get_item(), group_size=0 if self._next % 3 == 0 else 2)
+
+    async def collect_trajectories(
+        self,
+        task: Task,
+        sampler: Sampler,
+        *,
+        group_id: str,
+        group_size: int,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> Sequence[Trajectory]:
+        """Play what was asked for, or one to five where nobody says."""
+        size = group_size if task.group_size else 1 + int(group_id) % 5
+        return await super().collect_trajectories(
+            task, sampler, group_id=group_id, group_size=size, on_trajectory=on_trajectory
+        )
+
+
+def test_a_task_may_say_how_many_trajectories_its_group_has_and_the_books_hold(tmp_path: Path) -> None:
+    simulation = audited(Simulation(tmp_path, environment=AnySize(_RATES, random.Random(3)), rates=_RATES))
+    groups = simulation.recorder.groups
+    assert {len(group.trajectories) for group in groups if group.task.group_size} == {2}
+    assert len({len(group.trajectories) for group in groups if group.task.group_size == 0}) == 5
+    statement = simulation.run.ledger.statement()
+    finished = sum(len(group.trajectories) for group in groups)
+    assert statement.generated.trajectories - statement.in_flight.trajectories == finished
+
+
+def test_a_task_of_any_size_that_is_late_keeps_what_has_ended_and_fails_for_the_rest() -> None:
+    environment = AnySize(_RATES, random.Random(0))
+    environment.hanging = lambda trajectory_id: trajectory_id.endswith("-1")
+    environment._next = 2  # the third task is of any size
+    trajectories = collect(environment)
+    assert [t.reward is not None for t in trajectories] == [True, True, False]
+    assert trajectories[-1].status is TrajectoryStatus.FAILED_DEADLINE
+
+
+def test_a_group_of_any_size_is_not_empty() -> None:
+    class Empty(FakeEnvironment):
+        def get_item(self) -> Task:
+            return replace(super().get_item(), group_size=0)
+
+        async def collect_trajectories(  # type: ignore[override]
+            self, task: Task, sampler: Sampler, *, group_id: str, group_size: int
+        ) -> Sequence[Trajectory]:
+            return ()
+
+    with pytest.raises(EnvironmentFault, match="0 trajectories of 0 different ids, at least one was asked for"):
+        collect(Empty(_RATES, random.Random(0)))
+    with pytest.raises(ValueError, match="group_size must be >= 0, got -1"):
+        Task(task_id="a", environment="fake", group_size=-1)
+
+
 def test_attempts_are_counted_and_their_tokens_dropped_with_a_reason(tmp_path: Path) -> None:
     flaky = Flaky()
     buffer = BufferSettings(groups_per_step=3, group_size=4, retries=1)

@@ -73,6 +73,12 @@ def test_the_environments_credit_overrides_and_nan_leaves_a_token_to_the_trainer
 # --- what is added to a reward ----------------------------------------------------------------------------------
 
 
+def test_a_baseline_compares_the_trajectories_of_one_agent() -> None:
+    group = group_of([1.0, 0.0, 6.0, 2.0], *[segment_of((1, None)) for _ in range(4)])
+    sides = tuple(replace(t, agent=agent) for t, agent in zip(group.trajectories, "aabb", strict=True))
+    assert by_segment(select([replace(group, trajectories=sides)], settings())) == [[0.5], [-0.5], [2.0], [-2.0]]
+
+
 def test_the_penalty_for_length_enters_before_the_baseline_and_is_counted() -> None:
     lengths = (4, 7, 10, 30)
     group = group_of([1.0, 1.0, 0.0, 0.0], *(segment_of((n, None)) for n in lengths))

@@ -96,7 +96,7 @@ def select(
         metrics["reward_kl_penalty_mean"] = float(penalty_T.sum()) / max(1, len(trajectories))
     if assign is None:
         by_group = _by_trajectory if credit.level == "trajectory" else _by_turn
-        group_N = torch.tensor(places, dtype=torch.int64)
+        group_N = _peers(places, trajectories)
         advantage_T, silent_T = by_group(batch, trajectories, reward_N, group_N, penalty_T, settings)
     else:
         advantage_T = assign(batch, trajectories, reward_N, penalty_T)
@@ -162,6 +162,13 @@ def _without(batch: Batch, out_S: torch.Tensor) -> Batch:
 def _mean(values: torch.Tensor) -> float:
     """Return the mean, 0 of nothing."""
     return float(values.double().mean()) if len(values) else 0.0
+
+
+def _peers(places: Sequence[int], trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """Return [N] int64, equal for the trajectories of one group and one agent: those that a baseline compares."""
+    numbers: dict[tuple[int, str], int] = {}
+    keys = [(place, trajectory.agent) for place, trajectory in zip(places, trajectories, strict=True)]
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
 # --- which token is credited ----------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from asyncrl.types import Group, Segment, Trajectory
 def choose_pairs(groups: Sequence[Group], settings: PairSettings) -> Selection:
     """Return the pairs of all groups: the best against the worst, the second best against the second worst, and so on.
 
-    Equal rewards stand in the group's own order, the earlier one nearer to the best. A pair's rewards differ by more
-    than `min_gap`; trajectories without a reward or without a sampled token are in no pair.
+    Equal rewards stand in the group's own order, the earlier one nearer to the best. A pair is of one agent, and its
+    rewards differ by more than `min_gap`; trajectories without a reward or without a sampled token are in no pair.
     """
     pairs: list[tuple[Trajectory, Trajectory]] = []
     places: list[int] = []
@@ -34,12 +34,14 @@ def choose_pairs(groups: Sequence[Group], settings: PairSettings) -> Selection:
     for place, group in enumerate(groups):
         known = [t for t in group.trajectories if t.reward is not None]
         rewarded += [(place, t) for t in known]
-        ranked = sorted((t for t in known if t.num_sampled_tokens), key=lambda t: -_reward(t))
-        for rank in range(min(settings.per_group, len(ranked) // 2)):
-            best, worst = ranked[rank], ranked[-1 - rank]
-            if _reward(best) - _reward(worst) > settings.min_gap:
-                pairs.append((best, worst))
-                places.append(place)
+        for agent in sorted({t.agent for t in known}):
+            sampled = [t for t in known if t.agent == agent and t.num_sampled_tokens]
+            ranked = sorted(sampled, key=lambda t: -_reward(t))
+            for rank in range(min(settings.per_group, len(ranked) // 2)):
+                best, worst = ranked[rank], ranked[-1 - rank]
+                if _reward(best) - _reward(worst) > settings.min_gap:
+                    pairs.append((best, worst))
+                    places.append(place)
     chosen = [trajectory for pair in pairs for trajectory in pair]
     used = {id(trajectory) for trajectory in chosen}
     left = [(place, t) for place, t in rewarded if id(t) not in used]
