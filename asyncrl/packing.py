@@ -12,8 +12,9 @@ attention is causal along that list, whatever else lies between the slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -82,6 +83,8 @@ class Batch:
     """Tokens with `loss_mask` True, over all microbatches and ranks."""
     teacher_prompts: TeacherPrompts | None = None
     """None where a teacher reads what the policy read."""
+    token_fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """name -> [T] float32, what environments pass through to the loss; NaN where a segment has no such field."""
 
     @property
     def num_segments(self) -> int:
@@ -154,7 +157,21 @@ def lay_out(
         rewards=torch.tensor(list(rewards), dtype=torch.float32),
         num_loss_tokens=int(loss_mask.sum()),
         teacher_prompts=_teacher_prompts(segments),
+        token_fields=_token_fields(segments),
     )
+
+
+def _token_fields(segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
+    names = sorted({name for segment in segments for name in segment.token_fields})
+    return {
+        name: torch.cat(
+            [
+                torch.tensor(segment.token_fields.get(name, [math.nan] * len(segment.token_ids)), dtype=torch.float32)
+                for segment in segments
+            ]
+        )
+        for name in names
+    }
 
 
 def _teacher_prompts(segments: Sequence[Segment]) -> TeacherPrompts | None:
@@ -180,6 +197,7 @@ def _check_segment(segment: Segment, index: int) -> None:
     found = {"loss_mask": len(segment.loss_mask), "behaviour_logprobs": len(segment.behaviour_logprobs)}
     if segment.advantages is not None:
         found["advantages"] = len(segment.advantages)
+    found |= {f"token_fields[{name!r}]": len(values) for name, values in segment.token_fields.items()}
     for name, got in found.items():
         if got != length:
             raise ShapeError(f"segment {index}: {name} has {got} entries for {length} tokens")
@@ -273,12 +291,12 @@ class Microbatch:
 def to_device(record: _Record, device: torch.device) -> _Record:
     """Return the record with all its tensors on `device`."""
     changed: dict[str, object] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
+    for one in fields(record):
+        value = getattr(record, one.name)
         if isinstance(value, torch.Tensor):
-            changed[field.name] = value.to(device)
+            changed[one.name] = value.to(device)
         elif isinstance(value, tuple):
-            changed[field.name] = tuple(to_device(block, device) for block in value)
+            changed[one.name] = tuple(to_device(block, device) for block in value)
     return replace(record, **changed)  # type: ignore[arg-type]
 
 

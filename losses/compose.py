@@ -274,6 +274,7 @@ def _custom_term(inputs: LossInputs, p: Prepared, s: LossSettings) -> _Term:
         teacher_divergence=p.divergence,
         observation_mask=p.observation,
         entropy=p.entropy,
+        token_fields={name: torch.where(p.mask, values.double(), 0.0) for name, values in inputs.token_fields.items()},
     )
     loss = function(view, **s.options)
     if not isinstance(loss, torch.Tensor) or loss.shape != p.policy.shape:

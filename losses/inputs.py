@@ -65,6 +65,8 @@ class LossInputs:
     """[P, 2] integer; (chosen, rejected) sequences."""
     entropy: torch.Tensor | None = None
     """[T] nats; exact entropy of the policy at token t. Gets a gradient."""
+    token_fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """name -> [T] float32, what environments passed through, unread by losses of `LOSSES`; NaN where nothing was."""
     num_loss_tokens: Count | None = None
     """Active tokens of the whole optimizer batch, over all microbatches and ranks; None: those given here. So for
     every `num_` below: give all that the loss divides by, or none; `asyncrl.losses.denominators` counts them."""
@@ -224,6 +226,9 @@ def _check_shapes(inputs: LossInputs, num_tokens: int, num_sequences: int) -> No
         if tensor is not None and tuple(tensor.shape) != shape:
             axis = "T" if name in per_token.split() else "S"
             raise ShapeError(f"{name} must be [{axis}] = {list(shape)}, got {list(tensor.shape)}")
+    for name, tensor in inputs.token_fields.items():
+        if tuple(tensor.shape) != (num_tokens,):
+            raise ShapeError(f"token_fields[{name!r}] must be [T] = [{num_tokens}], got {list(tensor.shape)}")
     pairs = inputs.pairs
     if pairs is not None and pairs.numel():
         if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.is_floating_point():

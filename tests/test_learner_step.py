@@ -70,6 +70,32 @@ def on_policy(learner: Learner, groups: Sequence[Group]) -> list[Group]:
 
 
 @pytest.mark.slow
+def test_a_loss_of_ones_own_reads_what_environments_passed_through(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def weighed(inputs):\n    return -inputs.policy_logprobs * inputs.token_fields['weight']\n"
+    (tmp_path / "losses_of_a_test.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def weigh(trajectory: Trajectory, weight: float) -> Trajectory:
+        (segment,) = trajectory.segments
+        fields = {"weight": Logprobs([weight] * len(segment.token_ids))}
+        return replace(trajectory, segments=(replace(segment, token_fields=fields),))
+
+    def norm(weight: float) -> float:
+        settings = {"loss": "losses_of_a_test:weighed", "baseline": "none", "microbatch_tokens": 64}
+        groups = [
+            replace(group, trajectories=tuple(weigh(t, weight) for t in group.trajectories))
+            for group in random_groups(1)
+        ]
+        return step(Learner(job_for(model_path, tmp_path / f"{weight}", **settings)), groups).metrics["grad_norm"]
+
+    light, heavy = norm(1.0), norm(3.0)
+    assert heavy == pytest.approx(3.0 * light, rel=1e-4)
+    assert light > 0.0
+
+
+@pytest.mark.slow
 def test_on_policy_every_ratio_is_one(model_path: Path, tmp_path: Path) -> None:
     learner = Learner(job_for(model_path, tmp_path))
     result = step(learner, on_policy(learner, random_groups(1)))

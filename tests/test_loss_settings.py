@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,10 @@ BROKEN = """
 
 def scalar(inputs: LossInputs) -> torch.Tensor:
     return inputs.policy_logprobs.sum()
+
+
+def weighed(inputs: LossInputs) -> torch.Tensor:
+    return -inputs.policy_logprobs * inputs.token_fields["weight"]
 """
 
 
@@ -161,6 +167,18 @@ def test_the_pages_example_is_a_loss_like_any_other(my_losses: str) -> None:
     assert value == pytest.approx(expected.item(), rel=1e-12)
     assert torch.tensor(gradient)[mask].tolist() == pytest.approx(expected_gradient.tolist(), rel=1e-6)
     assert evaluate(name, inputs, kl_coef=0.01).loss.item() != evaluate(name, inputs).loss.item()
+
+
+def test_a_loss_of_ones_own_finds_what_environments_passed_through(my_losses: str) -> None:
+    inputs = packed(hard_batch(3))
+    weight = torch.where(inputs.loss_mask, 3.0, math.nan)
+    value, gradient = value_and_gradient(
+        f"{my_losses}:weighed", replace(inputs, token_fields={"weight": weight}), aggregation="sum"
+    )
+    assert value == pytest.approx(float(-3.0 * inputs.policy_logprobs.detach()[inputs.loss_mask].sum()), rel=1e-6)
+    assert set(torch.tensor(gradient)[~inputs.loss_mask].tolist()) == {0.0}
+    with pytest.raises(ShapeError, match=r"token_fields\['weight'\] must be \[T\]"):
+        evaluate(f"{my_losses}:weighed", replace(inputs, token_fields={"weight": weight[1:]}))
 
 
 def test_a_loss_of_ones_own_that_is_not_per_token_or_not_there_is_refused(my_losses: str) -> None:

@@ -62,6 +62,15 @@ def test_the_environments_own_credit_overrides_the_trainers() -> None:
     assert batch_of([segment]).advantages.tolist() == [0.0, 0.5, -0.5]
 
 
+def test_what_environments_say_of_single_tokens_is_passed_through() -> None:
+    weighed = replace(make_segment([5], [([6], [])]), token_fields={"weight": Logprobs([0.0, 2.5])})
+    batch = batch_of([make_segment([5], [([6, 7], [])]), weighed])
+    assert batch.token_fields["weight"].isnan().tolist() == [True] * 3 + [False] * 2
+    assert batch.token_fields["weight"][3:].tolist() == [0.0, 2.5]
+    with pytest.raises(ShapeError, match=r"token_fields\['weight'\] has 1 entries for 2 tokens"):
+        batch_of([replace(weighed, token_fields={"weight": Logprobs([1.0])})])
+
+
 def test_a_shared_prompt_has_one_slot_a_token() -> None:
     segments = [make_segment([1, 2, 3], [([4 + i, 9], [])]) for i in range(3)]
     (microbatch,) = split(batch_of(segments), max_tokens=100)

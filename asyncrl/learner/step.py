@@ -265,6 +265,7 @@ class Stepper:
             versions=batch.versions[tokens].to(device),
             policy_version=self.version,
             entropy=entropy_T,
+            token_fields={name: values[tokens].to(device) for name, values in batch.token_fields.items()},
             **self._by_sequence(batch, segments, microbatch.cu_seqlens),
             **here,
         )
