@@ -199,11 +199,19 @@ class Boxes:
         if uid is not None:
             os.chown(path, uid, uid)
 
-    def writable(self, box: Box, path: str) -> tuple[int, str]:
-        """Return the open directory that `path` lies in, to be closed by the caller, and the rest of the path.
+    @contextlib.contextmanager
+    def writable(self, box: Box, path: str) -> Iterator[tuple[int, str]]:
+        """Yield the directory that `path` lies in, open while the body runs, and the rest of the path.
 
         Raises: safe_files.UnsafePathError for an absolute path that lies in no writable place.
         """
+        directory, below = self._place_of(box, path)
+        try:
+            yield directory, below
+        finally:
+            os.close(directory)
+
+    def _place_of(self, box: Box, path: str) -> tuple[int, str]:
         if not path.startswith("/"):
             return os.dup(box.directory), path
         places = [(box.work, os.path.join(box.path, "task"))]

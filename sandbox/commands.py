@@ -14,6 +14,7 @@ from asyncrl.sandbox.layers import Layer
 
 NOT_EXECUTABLE = 126  # as a shell says it
 NOT_FOUND = 127
+NEW_SHELL = "a new shell: the one before it has ended, and its variables and directory with it"
 _FREE_PAGES = 4  # a write that filled the disk leaves a few pages that no further write would fit in
 
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from asyncrl.protocols import BackendStatistics, ExecResult, FileEntry, FileKind
 from asyncrl.sandbox import kernel, leases, safe_files
 from asyncrl.sandbox.boxes import Boxes, RequestError
 from asyncrl.sandbox.calls import CheckedSandbox, Closable, os_errors_as_sandbox_errors, without_group
-from asyncrl.sandbox.commands import Box
+from asyncrl.sandbox.commands import NEW_SHELL, Box
 from asyncrl.sandbox.container_commands import Holder, run_command, run_in_shell
 from asyncrl.sandbox.engine import Engine, find_engine, find_image
 from asyncrl.sandbox.layers import Layer
@@ -116,17 +116,14 @@ class ContainerSandbox(CheckedSandbox):
                     with trio.CancelScope(shield=True):
                         await self._backend.drop(over)
         if is_new and self._num_shells > 1 and result.outcome is not Outcome.INFRASTRUCTURE:
-            told = "a new shell: the one before it has ended, and its variables and directory with it"
-            return ExecResult(**{**{name: getattr(result, name) for name in result.__slots__}, "detail": told})
+            return replace(result, detail=NEW_SHELL)
         return result
 
     async def _file(self, action: Callable[..., T], path: str, *arguments: Any, **more: Any) -> T:
         def act() -> T:
-            directory, below = self._backend.boxes.writable(self._backend.boxes.get(self.sandbox_id), path)
-            try:
+            boxes = self._backend.boxes
+            with boxes.writable(boxes.get(self.sandbox_id), path) as (directory, below):
                 return action(directory, below, *arguments, **more)
-            finally:
-                os.close(directory)
 
         if self._closed:
             raise SandboxError(self._expired or f"the sandbox {self.sandbox_id} is closed")

@@ -237,36 +237,24 @@ class Launcher:
         self._runner.kill(self._box(header), partial(self._reply, request, {}))
 
     def _read(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
-        directory, path = self._sandboxes.writable(self._box(header), header["path"])
-        try:
+        with self._sandboxes.writable(self._box(header), header["path"]) as (directory, path):
             data = safe_files.read_file(directory, path, header["max_bytes"])
-        finally:
-            os.close(directory)
         self._reply(request, {}, (data,))
 
     def _write(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
         box = self._box(header)
-        directory, path = self._sandboxes.writable(box, header["path"])
-        try:
+        with self._sandboxes.writable(box, header["path"]) as (directory, path):
             safe_files.write_file(directory, path, blobs[0], box.uid, executable=header["executable"])
-        finally:
-            os.close(directory)
         self._reply(request, {})
 
     def _list(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
-        directory, path = self._sandboxes.writable(self._box(header), header["path"])
-        try:
+        with self._sandboxes.writable(self._box(header), header["path"]) as (directory, path):
             names = safe_files.list_directory(directory, path)
-        finally:
-            os.close(directory)
         self._reply(request, {"names": names})
 
     def _walk(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:
-        directory, path = self._sandboxes.writable(self._box(header), header["path"])
-        try:
+        with self._sandboxes.writable(self._box(header), header["path"]) as (directory, path):
             entries = safe_files.walk(directory, path, header["max_entries"])
-        finally:
-            os.close(directory)
         self._reply(request, {"entries": entries})
 
     def _close(self, request: int, header: dict[str, Any], blobs: list[bytes]) -> None:

@@ -6,15 +6,14 @@ import math
 from typing import Any
 
 from asyncrl.protocols import ExecResult, Outcome, SandboxLimits
-
-_NOT_EXECUTABLE = 126  # as a shell says it
+from asyncrl.sandbox.commands import NOT_EXECUTABLE
 
 
 def cannot_run(reason: str) -> ExecResult:
     """Return the result of a command that no system could start: the agent's doing."""
     message = f"{reason}\n".encode()
     return ExecResult(
-        outcome=Outcome.OK, exit_code=_NOT_EXECUTABLE, stdout=b"", stderr=message, output_bytes=len(message)
+        outcome=Outcome.OK, exit_code=NOT_EXECUTABLE, stdout=b"", stderr=message, output_bytes=len(message)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.sandbox import cgroups, profile
-from asyncrl.sandbox.commands import Box, Command, Stream, as_signal, exit_code, outcome, reported
+from asyncrl.sandbox.commands import NEW_SHELL, Box, Command, Stream, as_signal, exit_code, outcome, reported
 from asyncrl.sandbox.spawn import REPORT, spawn
 
 _READ_BYTES = 65536
@@ -62,9 +63,8 @@ class Runner:
         shell = box.shell
         self._begin(shell, request, asked)
         shell.number += 1
-        quoted = "'" + text.replace("'", "'\\''") + "'"
         # not in a loop and not in a function, so that no `break` or `local` of the agent's meets one of ours
-        line = f"eval {quoted} </dev/null {REPORT}>&-\nprintf '{shell.number} %s\\n' \"$?\" >&{REPORT}\n"
+        line = f"eval {shlex.quote(text)} </dev/null {REPORT}>&-\nprintf '{shell.number} %s\\n' \"$?\" >&{REPORT}\n"
         shell.pending += os.fsencode(line)
         assert shell.stdin is not None
         self._watch(shell.stdin, selectors.EVENT_WRITE, partial(self._on_stdin, shell))
@@ -332,7 +332,7 @@ class Runner:
         if stuck:
             ended, detail = "infrastructure", "a process could not be killed"
         elif command.is_new and ended != "infrastructure":
-            detail = "a new shell: the one before it has ended, and its variables and directory with it"
+            detail = NEW_SHELL
         request, command.request = command.request, None
         if command.ended_by is None:
             command.deadline = _NEVER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -131,3 +132,10 @@ def children_of(pid: int) -> list[int]:
             if int(parent) == pid:
                 found.append(int(entry.name))
     return found
+
+
+def ended_within(pidfd: int, seconds: float) -> bool:
+    """Return whether a process has ended, having waited for that no longer than `seconds`."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

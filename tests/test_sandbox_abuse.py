@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from sandboxes import (
     LIMITS,
     cannot_sandbox,
     children_of,
+    ended_within,
     groups_of,
     has_groups,
     processes_with,
@@ -170,12 +170,6 @@ def start_owner(directory: Path, num_sandboxes: int, backend: str, mark: str) ->
     assert owner.stdout is not None
     assert owner.stdout.readline() == "ready\n"
     return owner
-
-
-def ended_within(pidfd: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
 
 
 @with_a_launcher

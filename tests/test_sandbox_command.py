@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from sandboxes import cannot_sandbox, children_of, groups_of, has_groups
-from test_sandbox_abuse import ended_within, start_owner
+from sandboxes import cannot_sandbox, children_of, ended_within, groups_of, has_groups
+from test_sandbox_abuse import start_owner
 
 from asyncrl.cli import main
 

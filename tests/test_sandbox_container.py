@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import trio
-from sandboxes import cannot_contain, children_of, settings
-from test_sandbox_abuse import OWNER, ended_within
+from sandboxes import cannot_contain, children_of, ended_within, settings
+from test_sandbox_abuse import OWNER
 
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.sandbox import SandboxSettings, leases, open_backend

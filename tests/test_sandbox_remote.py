@@ -14,7 +14,17 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from sandboxes import LIMITS, cannot_sandbox, groups_of, has_groups, opened, processes_with, settings, wait_started
+from sandboxes import (
+    LIMITS,
+    cannot_sandbox,
+    ended_within,
+    groups_of,
+    has_groups,
+    opened,
+    processes_with,
+    settings,
+    wait_started,
+)
 
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError, SandboxError
@@ -84,7 +94,7 @@ def test_nothing_of_a_killed_client_is_left_and_the_server_goes_on(tmp_path: Pat
             client.kill()
             client.wait()
         for pidfd in running:
-            assert _ended_within(pidfd, 10)
+            assert ended_within(pidfd, 10)
             os.close(pidfd)
         assert processes_with(mark) == []
 
@@ -101,14 +111,6 @@ def test_nothing_of_a_killed_client_is_left_and_the_server_goes_on(tmp_path: Pat
         trio.run(again)
     assert process.returncode == 0
     assert groups_of(process.pid) == []
-
-
-def _ended_within(pidfd: int, seconds: float) -> bool:
-    import select
-
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
 
 
 def test_a_lost_server_fails_its_commands_and_is_used_again_when_it_is_back(tmp_path: Path) -> None:

@@ -84,9 +84,11 @@ async def _in_turn(*actions: Action, rounds: int) -> list[dict[str, float]]:
             start = time.perf_counter()
             await action()
             taken.append(1000 * (time.perf_counter() - start))
-    return [
-        {"median_ms": statistics.median(taken[1:]), "p95_ms": sorted(taken[1:])[int(0.95 * rounds)]} for taken in times
-    ]
+    return [_summary(taken[1:]) for taken in times]
+
+
+def _summary(times_ms: Sequence[float]) -> dict[str, float]:
+    return {"median_ms": statistics.median(times_ms), "p95_ms": sorted(times_ms)[int(0.95 * len(times_ms))]}
 
 
 async def _bare(argv: Sequence[str]) -> None:
@@ -126,7 +128,7 @@ async def _open_sandbox(backend: SandboxBackend, rounds: int) -> dict[str, Any]:
             await action()
             taken.append(1000 * (time.perf_counter() - start))
             await opened.pop().aclose()
-        return {"median_ms": statistics.median(taken[1:]), "p95_ms": sorted(taken[1:])[int(0.95 * rounds)]}
+        return _summary(taken[1:])
 
     async with await backend.prepare(_FILES) as task, await backend.open(task, limits=_LIMITS) as sandbox:
         one_shot, shell = await _in_turn(partial(_run, sandbox, ["/bin/true"]), partial(_shell, sandbox), rounds=rounds)
