@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -14,8 +16,9 @@ import trio
 from asyncrl.errors import SandboxError
 from asyncrl.protocols import ExecResult, Outcome
 from asyncrl.sandbox import cgroups
-from asyncrl.sandbox.commands import NOT_EXECUTABLE, Box, Stream, as_signal, outcome
+from asyncrl.sandbox.commands import Box, Stream, as_signal, outcome
 from asyncrl.sandbox.engine import Engine
+from asyncrl.sandbox.results import cannot_run
 
 _READ_BYTES = 65536
 _KILL_ROUNDS = 100
@@ -126,22 +129,17 @@ async def run_command(holder: Holder, box: Box, argv: Sequence[str], stdin: byte
     mark = secrets.token_hex(16).encode()
     outputs = Stream(caps["kept_output_bytes"]), Stream(caps["kept_output_bytes"])
     words = holder.engine.command("exec", "--interactive", holder.name, "/bin/sh", "-c", _STARTED, mark.decode())
-    ended_by: str | None = None
     try:
         process = await _open([*words, *argv])
     except OSError as error:
-        text = f"{error}\n".encode()
-        return ExecResult(outcome=Outcome.OK, exit_code=NOT_EXECUTABLE, stdout=b"", stderr=text, output_bytes=len(text))
+        if error.errno == errno.E2BIG:
+            return cannot_run(str(error))
+        raise SandboxError(f"`{words[0]}` cannot be run: {error.strerror}") from None
     reading = _Reading(process, outputs, caps["output_bytes"], mark)
     try:
         with holder.running(), trio.move_on_after(caps["wall_s"]) as deadline:
             await reading.until_end(stdin)
-        if reading.is_too_much:
-            ended_by = "output"
-        elif holder.was_stopped:
-            ended_by = "closed"
-        elif deadline.cancelled_caught:
-            ended_by = "wall"
+        ended_by = _ended_by(holder, deadline, is_too_much=reading.is_too_much)
     finally:
         with trio.CancelScope(shield=True):
             await holder.end_strays()
@@ -212,24 +210,21 @@ async def run_in_shell(holder: Holder, box: Box, text: str, caps: dict[str, Any]
     before = holder.counters()
     if holder.shell is None:
         words = holder.engine.command("exec", "--interactive", holder.name, "/bin/sh", "-c", _SHELL)
-        holder.shell = await _open(words)
+        try:
+            holder.shell = await _open(words)
+        except OSError as error:
+            raise SandboxError(f"`{words[0]}` cannot be run: {error.strerror}") from None
     mark = secrets.token_hex(16)
-    quoted = "'" + text.replace("'", "'\\''") + "'"
-    line = f"eval {quoted} </dev/null 8>&- 9>&-\nprintf '%s %s;' {mark} \"$?\" >&8; printf '%s 0;' {mark} >&9\n"
+    told = f"printf '%s %s;' {mark} \"$?\" >&8; printf '%s 0;' {mark} >&9"
+    line = f"eval {shlex.quote(text)} </dev/null 8>&- 9>&-\n{told}\n"
     outputs = Stream(caps["kept_output_bytes"]), Stream(caps["kept_output_bytes"])
     conversation = _Conversation(holder, outputs, caps["output_bytes"], mark.encode())
-    ended_by: str | None = None
     finished = False
     try:
         with holder.running(), trio.move_on_after(caps["wall_s"]) as deadline:
             await conversation.until_told(os.fsencode(line))
             finished = not conversation.is_too_much
-        if conversation.is_too_much:
-            ended_by = "output"
-        elif holder.was_stopped:
-            ended_by = "closed"
-        elif deadline.cancelled_caught:
-            ended_by = "wall"
+        ended_by = _ended_by(holder, deadline, is_too_much=conversation.is_too_much)
     finally:
         holder.is_over = holder.is_over or not finished or conversation.code is None
         if holder.is_over:
@@ -302,6 +297,15 @@ class _Conversation:
     def _keep(self, index: int, rest: bytes) -> None:
         first, second = self._holder.left
         self._holder.left = (rest, second) if index == 0 else (first, rest)
+
+
+def _ended_by(holder: Holder, deadline: trio.CancelScope, *, is_too_much: bool) -> str | None:
+    """Return what ended a command before it did so itself, as `outcome` takes it."""
+    if is_too_much:
+        return "output"
+    if holder.was_stopped:
+        return "closed"
+    return "wall" if deadline.cancelled_caught else None
 
 
 async def close_streams(process: trio.Process) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ from sandboxes import cannot_contain, children_of, ended_within, settings
 from test_sandbox_abuse import OWNER
 
 from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.protocols import SandboxLimits
 from asyncrl.sandbox import SandboxSettings, leases, open_backend
+from asyncrl.sandbox.commands import Box
+from asyncrl.sandbox.container_commands import Holder, run_command, run_in_shell
+from asyncrl.sandbox.engine import Engine
 from asyncrl.sandbox.machine import standard_library_command
+from asyncrl.sandbox.results import check_caps
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +103,15 @@ def test_nothing_of_a_killed_owner_is_left(tmp_path: Path) -> None:
     assert containers_of(owner.pid) == []
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
     assert list((tmp_path / "leases").iterdir()) == []
+
+
+def test_an_engine_that_cannot_be_started_is_no_answer_of_the_agents(tmp_path: Path) -> None:
+    holder = Holder(Engine(program=str(tmp_path / "podman"), runtime=""), "box", os.getpid())
+    box = Box(name="box", path=str(tmp_path), uid=None, limits={}, work="/task", layer=None, deadline=0.0)
+    caps = check_caps(SandboxLimits(), None, None, None)
+    for run in (partial(run_command, argv=["true"], stdin=b""), partial(run_in_shell, text="true")):
+        with pytest.raises(SandboxError, match="podman` cannot be run: No such file"):
+            trio.run(partial(run, holder, box, caps=caps))
 
 
 def janitor_of(ledger: Path, owner: str) -> subprocess.Popen[bytes]:
