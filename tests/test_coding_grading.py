@@ -11,7 +11,7 @@ import pytest
 from sandboxes import LIMITS, with_backend
 
 from asyncrl.coding.grading import Grader
-from asyncrl.coding.places import apply_reference, begin_step, open_place
+from asyncrl.coding.places import apply_reference, begin_step, open_place, prepare_files
 from asyncrl.coding.tasks import CallChecks, Checks, CodingTask, PytestChecks, Reference, ScriptChecks, TaskStep
 from asyncrl.coding.verdicts import Verdict
 from asyncrl.errors import EnvironmentFault
@@ -146,3 +146,34 @@ def test_a_file_that_cannot_be_judged_is_the_agents_doing(tmp_path: Path) -> Non
     assert (linked.reward, binary.reward) == (0.0, 0.0)
     assert "double.py" in linked.refused
     assert "not UTF-8" in binary.detail
+
+
+def with_history(**changes: Any) -> CodingTask:
+    task = a_task(CALLS)
+    files = {**task.files, ".git/HEAD": b"ref: refs/heads/fixed\n", "lib/.git": b"gitdir: ../.git/modules/lib\n"}
+    return replace(task, files=files, **changes)
+
+
+def test_a_history_that_files_bring_is_not_shown(tmp_path: Path) -> None:
+    async def use(backend: SandboxBackend) -> list[str]:
+        async with await open_place(backend, with_history()) as sandbox:
+            return [entry.path for entry in await sandbox.walk()]
+
+    assert with_backend(use, tmp_path) == ["double.py"]
+
+
+@pytest.mark.skipif(not Path("/usr/bin/git").exists(), reason="this machine has no git to show")
+def test_a_repository_that_is_wanted_has_one_commit_of_the_files_and_no_name_of_the_machine(tmp_path: Path) -> None:
+    ask = "git log --all --format='%an %ae %s' && git status --short && git reflog | wc -l && ls -A && ls .git/hooks"
+
+    async def use(backend: SandboxBackend) -> str:
+        task = with_history(repository=True)
+        async with await prepare_files(backend, task) as files:
+            async with await open_place(backend, task, files) as first:
+                made = await first.shell("git -c user.name=a -c user.email=a@b commit -qm other --allow-empty")
+                assert made.exit_code == 0
+            async with await open_place(backend, task, files) as second:
+                return (await second.shell(ask)).stdout.decode()
+
+    told = with_backend(use, tmp_path)
+    assert told.splitlines() == ["task task@localhost The task's files", "1", ".git", "double.py"]

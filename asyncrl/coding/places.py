@@ -11,15 +11,45 @@ from asyncrl.protocols import ExecResult, Outcome, Sandbox, SandboxBackend, Snap
 
 _SOLUTION = "/solution"
 
+HISTORIES = frozenset({".git", ".hg", ".svn", ".bzr", "CVS"})
+"""Names of the files and directories in which version control keeps what was there before."""
+
+_COMMIT = """set -e
+git init --quiet --initial-branch=main .
+git add --all --force .
+git -c user.name=task -c user.email=task@localhost commit --quiet --allow-empty --message "The task's files"
+"""  # in the sandbox: on the host, git would run what a task's files say
+_NO_CONFIGURATION = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_TEMPLATE_DIR": ""}
+
+
+async def prepare_files(backend: SandboxBackend, task: CodingTask) -> Snapshot:
+    """Return the task's files as `open_place` takes them for many sandboxes: without any history they came with.
+
+    Raises: SandboxError, EnvironmentFault where a repository is wanted and the sandbox has no git.
+    """
+    files = {path: data for path, data in task.files.items() if not is_history(path)}
+    prepared = await backend.prepare(files, executable=[path for path in task.executable if path in files])
+    if not task.repository:
+        return prepared
+    async with prepared, await open_place(backend, task, prepared) as sandbox:
+        result = await sandbox.exec(with_variables(["sh", "-c", _COMMIT], _NO_CONFIGURATION))
+        _require_success(result, f"{task.task_id}: making a git repository")
+        return await sandbox.snapshot()
+
+
+def is_history(path: str) -> bool:
+    """Return whether a relative path lies in what version control keeps."""
+    return not HISTORIES.isdisjoint(path.split("/"))
+
 
 async def open_place(backend: SandboxBackend, task: CodingTask, files: Snapshot | None = None) -> Sandbox:
-    """Return a new sandbox that holds the task's files; `files` are those, prepared once for many.
+    """Return a new sandbox that holds the task's files; `files` are those, from `prepare_files`, for many sandboxes.
 
-    Raises: SandboxError.
+    Raises: SandboxError, EnvironmentFault as `prepare_files` does.
     """
     if files is not None:
         return await backend.open(files, limits=task.limits, work=task.work, places=dict.fromkeys(task.places))
-    async with await backend.prepare(task.files, executable=task.executable) as prepared:
+    async with await prepare_files(backend, task) as prepared:
         return await open_place(backend, task, prepared)
 
 

@@ -100,6 +100,9 @@ class CodingTask:
     files: Mapping[str, bytes]
     """What the agent finds: path -> content. No tests that are hidden, no solution, no history."""
     executable: Collection[str] = ()
+    repository: bool = False
+    """Whether the agent finds a git repository, with one commit of these files. A history that the files bring is left
+    out either way: it may hold the solution."""
     work: str = "/task"
     """Where the working directory appears inside."""
     places: tuple[str, ...] = ()
