@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import trio
 from tokenizers import decoders, models, pre_tokenizers
 
 from asyncrl.errors import BoundaryError
+from asyncrl.protocols import Sandbox, SandboxLimits
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Completion, FinishReason, Logprobs, TokenIds, TokenSpan
 
@@ -57,6 +59,16 @@ def completion(token_ids: Sequence[int], *, cut: bool = False, version: int = 0,
         spans=(TokenSpan(start=0, end=n, version=version),) if n else (),
         finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
     )
+
+
+class NoSandboxes:
+    """A backend that is never asked."""
+
+    wall = "none"
+    python = ("python3",)
+
+    async def open(self, files: Any, *, limits: SandboxLimits) -> Sandbox:
+        raise AssertionError("nothing is run")
 
 
 Reply = str | BoundaryError | Exception

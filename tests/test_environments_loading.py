@@ -10,26 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import write_chat_files
+from scripted import NoSandboxes, write_chat_files
 
 from asyncrl.environments import ENVIRONMENTS, EnvironmentSettings, load_environment, resolve_options
 from asyncrl.environments.bugfix import BugFixSettings
 from asyncrl.environments.loading import environment_class
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Environment, Sandbox, SandboxBackend, SandboxLimits
+from asyncrl.protocols import Environment, SandboxBackend
 from asyncrl.rollout import Episode, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Task
-
-
-class NoSandboxes:
-    """A backend that is never asked."""
-
-    wall = "none"
-    python = ("python3",)
-
-    async def open(self, files: Any, *, limits: SandboxLimits) -> Sandbox:
-        raise AssertionError("nothing is run")
 
 
 class Outside:

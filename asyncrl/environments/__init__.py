@@ -8,5 +8,6 @@ ENVIRONMENTS = {
     "bugfix": "asyncrl.environments.bugfix:BugFixEnvironment",
     "humanevalfix": "asyncrl.environments.humanevalfix:HumanEvalFixEnvironment",
     "mixed": "asyncrl.environments.mixed:MixedEnvironment",
+    "single_turn": "asyncrl.environments.single_turn:SingleTurnEnvironment",
 }
 """Name -> "module:Class". Any other class is named by "module:Class" itself."""

@@ -6,14 +6,13 @@ The asserts run in one process with the agent's code, so this grading is weaker 
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.environments.replies import extract_code, fenced, solution_note
+from asyncrl.environments.rows import check_percent, is_held_out, read_rows
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import ExecResult, Outcome, SandboxBackend, SandboxLimits
 from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -52,9 +51,7 @@ class HumanEvalFixSettings(RolloutSettings):
     def __post_init__(self) -> None:
         """Raises: ConfigError for a value out of range."""
         RolloutSettings.__post_init__(self)
-        if not 0 <= self.held_out_percent <= 100:
-            found = self.held_out_percent
-            raise ConfigError(f"held_out_percent must be from 0 to 100, got {found} ([environment.options])")
+        check_percent(self.held_out_percent)
         if self.epochs < 0:
             raise ConfigError(f"epochs must be >= 0, got {self.epochs} ([environment.options])")
 
@@ -70,8 +67,9 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
     ) -> None:
         """Raises: ConfigError naming the file and line that cannot be read, or a split without tasks to train on."""
         self._all = read_tasks(settings.path)
-        held_out = [task for task in self._all if _bucket(task.task_id) < settings.held_out_percent]
-        self._train = train = [t for t in self._all if _bucket(t.task_id) >= settings.held_out_percent]
+        percent = settings.held_out_percent
+        held_out = [task for task in self._all if is_held_out(task.task_id, percent)]
+        self._train = train = [task for task in self._all if not is_held_out(task.task_id, percent)]
         super().__init__(
             renderer=renderer,
             tasks=TaskSource(lambda epoch: train, seed=seed, epochs=settings.epochs),
@@ -136,29 +134,10 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
 
 def read_tasks(path: Path) -> list[Task]:
     """Return the tasks of a HumanEvalPack file. Raises ConfigError naming the file and the line that is broken."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error} ([environment.options] path)") from error
-    tasks: dict[str, Task] = {}
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            task = _read_task(line, f"{path}, line {number}")
-            if task.task_id in tasks:
-                raise ConfigError(f"{path}, line {number}: {task.task_id} was there before")
-            tasks[task.task_id] = task
-    if not tasks:
-        raise ConfigError(f"{path} holds no tasks ([environment.options] path)")
-    return list(tasks.values())
+    return read_rows(path, _read_task)
 
 
-def _read_task(line: str, where: str) -> Task:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where} must be a JSON object, found {type(record).__name__}")
+def _read_task(record: Mapping[str, Any], where: str) -> Task:
     for name in _REQUIRED:
         if not isinstance(record.get(name), str):
             raise ConfigError(f"{where}: {name} must be text, found {record.get(name)!r}")
@@ -197,7 +176,3 @@ def _feedback(result: ExecResult) -> str:
 
 def _answer(text: str) -> StepOutcome:
     return StepOutcome(done=False, messages=[{"role": "user", "content": text}])
-
-
-def _bucket(task_id: str) -> int:
-    return zlib.crc32(task_id.encode()) % 100
