@@ -93,6 +93,10 @@ class Episode:
     """The environment's own."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Goes into the trajectory's extras. JSON-like."""
+    time_limit_s: float = math.inf
+    """Seconds that the agent may take where that is less than `episode_timeout_s`; set while `holding` opens."""
+    deadline: float = math.inf
+    """On trio's clock, when the agent's time is over; set by the loop before `start`."""
     teacher_prompt_token_ids: TokenIds | None = None
     """The first prompt with the teacher's note in it, where teachers are told one."""
 
@@ -259,7 +263,8 @@ class MultiTurnEnvironment(abc.ABC):
         held_out: Sequence[Task] = (),
         settings: RolloutSettings | None = None,
     ) -> None:
-        """Raises: ConfigError where teachers are to be told a note, and this environment has none."""
+        """Raises: ConfigError where there is no template to ask with, or no note that teachers could be told."""
+        renderer.require_template()
         self.renderer = renderer
         self.limits = settings or RolloutSettings()
         if self.limits.teacher_prompts and type(self).teacher_note is MultiTurnEnvironment.teacher_note:
@@ -284,6 +289,14 @@ class MultiTurnEnvironment(abc.ABC):
     async def grade(self, episode: Episode) -> Grade:
         """Return what the episode is worth as it stands; asked where `step` gave no reward."""
         return Grade(reward=0.0)
+
+    def holding(self, episode: Episode) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Return what holds open what one episode needs, its sandbox say; it is left once the episode is graded.
+
+        Entered once for each attempt, before `start`. Waiting for it is not the agent's time.
+        Raises as `step` does.
+        """
+        return contextlib.nullcontext()
 
     def teacher_note(self, episode: Episode) -> str:
         """Return what a teacher is told beside the first prompt and the policy is not: the answer, say.
@@ -340,14 +353,18 @@ class MultiTurnEnvironment(abc.ABC):
         )
 
     async def _run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
-        started = trio.current_time()
-        deadline = started + self.limits.episode_timeout_s
+        started, deadline = trio.current_time(), math.inf
         discarded, attempt = 0, 0
         while True:
             episode = Episode(trajectory_id=trajectory_id, task=task)
             async with boundary() as caught:
-                outcome = await self._converse(episode, sampler, deadline)
-                return self._finish(episode, outcome, trio.current_time() - started, attempt, discarded)
+                async with self.holding(episode):
+                    now = trio.current_time()
+                    deadline = min(deadline, now + self.limits.episode_timeout_s)
+                    episode.deadline = min(deadline, now + episode.time_limit_s)
+                    outcome = await self._converse(episode, sampler)
+                    trajectory = self._finish(episode, outcome, trio.current_time() - started, attempt, discarded)
+                return trajectory
             assert caught.status is not None
             discarded += sum(len(turn.completion.token_ids) for turn in episode.turns)
             if attempt == self.limits.max_retries or trio.current_time() >= deadline:
@@ -366,14 +383,14 @@ class MultiTurnEnvironment(abc.ABC):
             extras={**episode.extras, "retries": attempt, "discarded_tokens": discarded},
         )
 
-    async def _converse(self, episode: Episode, sampler: Sampler, deadline: float) -> StepOutcome:
+    async def _converse(self, episode: Episode, sampler: Sampler) -> StepOutcome:
         # Returns an outcome that is done, with reward and status.
         outcome: StepOutcome | None = None
-        with trio.move_on_at(deadline) as scope:
+        with trio.move_on_at(episode.deadline) as scope:
             outcome = await self._take_turns(episode, sampler)
         if scope.cancelled_caught or outcome is None:
             if not episode.turns:
-                limit = self.limits.episode_timeout_s
+                limit = min(self.limits.episode_timeout_s, episode.time_limit_s)
                 raise EngineError(f"no completion arrived within {limit} s (episode_timeout_s)")
             outcome = StepOutcome(done=True, status=TrajectoryStatus.TIMED_OUT)
         if outcome.reward is None:

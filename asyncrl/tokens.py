@@ -6,6 +6,7 @@ answers is appended after them.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import math
@@ -16,6 +17,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
@@ -30,7 +32,7 @@ _MAX_LOGPROB = 1e-5  # rounding of log-softmax may exceed 0 by this much; more m
 
 
 class ChatRenderer:
-    """Renders chat messages with a model's own template and tokenizer.
+    """Renders chat messages with a model's tokenizer and its own template, or with another one.
 
     Example:
         >>> renderer = ChatRenderer.load(model_directory)
@@ -42,35 +44,75 @@ class ChatRenderer:
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
-        template: str,
+        template: str | None,
         *,
         end_token_ids: Collection[int],
         vocab_size: int | None = None,
         variables: Mapping[str, Any] | None = None,
+        name: str = "the model",
     ) -> None:
-        """`variables` are what the template may read besides the messages (`bos_token`, ...).
+        """`variables` are what the template may read besides the messages (`bos_token`, `tools`, ...).
 
+        A `template` of None encodes and decodes, and renders nothing; `name` is whom the errors are about.
         Raises: ConfigError if the template cannot be read, or rewrites the assistant's turns.
         """
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
+        self._name = name
         self.end_token_ids = frozenset(end_token_ids)
         """Ids with which a reply ends."""
         self.vocab_size = vocab_size if vocab_size is not None else tokenizer.get_vocab_size(with_added_tokens=True)
         """Ids are below this: the model's number of rows where its configuration tells it."""
+        self.takes_tools = False
+        """Whether the template shows the model its `tools`, and so knows how it calls them."""
+        self._template: jinja2.Template | None = None
+        self._reply_end: int | None = None
+        if template is None:
+            return
+        environment = _jinja_environment()
         try:
-            self._template = _jinja_environment().from_string(template)
+            self._template = environment.from_string(template)
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(template))
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+            raise ConfigError(f"the chat template of {name} cannot be read: {error}") from error
         closing = self._encode(self._after_reply([{"role": "user", "content": "probe"}]))
         self._reply_end = next((token_id for token_id in closing if token_id in self.end_token_ids), None)
+
+    def with_template(self, template: str) -> ChatRenderer:
+        """Return a renderer of the same model with another template. Raises: ConfigError as the constructor does."""
+        return ChatRenderer(
+            self._tokenizer,
+            template,
+            end_token_ids=self.end_token_ids,
+            vocab_size=self.vocab_size,
+            variables=self._variables,
+            name=self._name,
+        )
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
+        """Return a renderer whose template is given `tools`, in the form of OpenAI's function calling.
+
+        Raises: ConfigError where the template refuses them.
+        """
+        other = copy.copy(self)
+        other._variables = {**self._variables, "tools": list(tools)}
+        other._render([{"role": "user", "content": "probe"}])
+        return other
+
+    def require_template(self) -> None:
+        """Raise ConfigError where there is no template to render with."""
+        if self._template is None:
+            raise ConfigError(
+                f"{self._name} has no chat template: neither chat_template.jinja nor one in tokenizer_config.json; "
+                "take a model that has one, or an environment that brings its own"
+            )
 
     @property
     def reply_end(self) -> int:
         """The end token with which the template closes a reply. Raises: ConfigError where it closes with none."""
         if self._reply_end is None:
             raise ConfigError(
-                f"the model's chat template closes a reply with none of the model's end tokens "
+                f"the chat template of {self._name} closes a reply with none of the model's end tokens "
                 f"{sorted(self.end_token_ids)}, so that text cannot show where to end"
             )
         return self._reply_end
@@ -80,7 +122,8 @@ class ChatRenderer:
         """Return the renderer of a model in Hugging Face form.
 
         Reads tokenizer.json, tokenizer_config.json, chat_template.jinja (or the template inside
-        tokenizer_config.json), generation_config.json and config.json. Raises: ConfigError, naming the file.
+        tokenizer_config.json), generation_config.json and config.json. A model without a template is read too; it is
+        rendered `with_template`. Raises: ConfigError, naming the file.
         """
         directory = Path(model_directory)
         path = directory / "tokenizer.json"
@@ -101,6 +144,7 @@ class ChatRenderer:
             end_token_ids=_end_token_ids(tokenizer, special.get("eos_token"), model, generation),
             vocab_size=vocab_size,
             variables=special,
+            name=str(directory),
         )
 
     def start(self, messages: Sequence[Message], *, reply_prefix: str = "", note: str = "") -> TokenIds:
@@ -143,16 +187,20 @@ class ChatRenderer:
         return TokenIds(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _render(self, messages: Sequence[Message]) -> str:
+        self.require_template()
+        assert self._template is not None
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
+            raise ConfigError(f"the chat template of {self._name} refuses the messages: {error}") from error
 
     def _after_reply(self, messages: Sequence[Message]) -> str:
         before = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": _PROBE}]
         text = self._render([*before, *messages])
         if text.count(_PROBE) != 1:
-            raise ConfigError("the model's chat template drops or repeats the assistant's turns: it cannot be used")
+            raise ConfigError(
+                f"the chat template of {self._name} drops or repeats the assistant's turns: it cannot be used"
+            )
         return text[text.index(_PROBE) + len(_PROBE) :]
 
 
@@ -278,7 +326,7 @@ def _content(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _find_template(directory: Path, config: Mapping[str, Any]) -> str:
+def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -286,11 +334,7 @@ def _find_template(directory: Path, config: Mapping[str, Any]) -> str:
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
-    if not isinstance(template, str):
-        raise ConfigError(
-            f"{directory} has no chat template: neither chat_template.jinja nor one in tokenizer_config.json"
-        )
-    return template
+    return template if isinstance(template, str) else None
 
 
 def _end_token_ids(

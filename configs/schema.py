@@ -62,7 +62,8 @@ class ModelSettings:
     """The model that is trained."""
 
     path: Path
-    """A directory in Hugging Face form: config.json, safetensors weights, tokenizer.json and a chat template."""
+    """A directory in Hugging Face form: config.json, safetensors weights, tokenizer.json, and a chat template unless
+    the environment brings its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -257,6 +259,78 @@ def test_no_reply_before_the_deadline_is_the_engines_failure(renderer: ChatRende
     assert trajectory.status is TrajectoryStatus.FAILED_ENGINE
     assert trajectory.reward is None
     assert environment.started == 1, "there is no time left for a retry"
+
+
+class Held(Guess):
+    """Each attempt holds something that takes `open_s` to get; `events` says what happened when."""
+
+    open_s: float = 0.0
+    time_limit_s: float = math.inf
+    broken: int = 0
+    events: list[tuple[str, float]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.events = []
+
+    @contextlib.asynccontextmanager
+    async def holding(self, episode: Episode) -> AsyncIterator[None]:
+        await trio.sleep(self.open_s)
+        episode.time_limit_s = self.time_limit_s
+        self.events.append(("open", trio.current_time()))
+        if len(self.events) <= self.broken:
+            raise SandboxError("none to be had")
+        try:
+            yield
+        finally:
+            self.events.append(("closed", trio.current_time()))
+
+    async def grade(self, episode: Episode) -> Grade:
+        self.events.append(("graded", trio.current_time()))
+        return await super().grade(episode)
+
+
+def test_what_an_episode_holds_is_left_after_its_grading_and_waiting_for_it_is_not_its_time(
+    renderer: ChatRenderer,
+) -> None:
+    environment = Held(renderer, settings=RolloutSettings(max_turns=9, episode_timeout_s=25))
+    environment.open_s = 1000
+    (trajectory,) = collect(environment, ScriptedSampler(renderer, always("no"), seconds=10))
+    assert trajectory.status is TrajectoryStatus.TIMED_OUT
+    assert trajectory.num_turns == 2
+    start = environment.events[0][1]
+    assert [(what, when - start) for what, when in environment.events] == [("open", 0), ("graded", 25), ("closed", 25)]
+
+
+def test_a_task_may_leave_its_agent_less_time(renderer: ChatRenderer) -> None:
+    environment = Held(renderer, settings=RolloutSettings(max_turns=9, episode_timeout_s=25))
+    environment.time_limit_s = 15
+    (trajectory,) = collect(environment, ScriptedSampler(renderer, always("no"), seconds=10))
+    assert (trajectory.status, trajectory.num_turns) == (TrajectoryStatus.TIMED_OUT, 1)
+
+
+def test_every_attempt_holds_its_own_and_leaves_it_on_every_path(renderer: ChatRenderer) -> None:
+    environment = Held(renderer, faults=lambda trajectory_id, text: EnvironmentFault("odd"))
+    (failed,) = collect(environment, ScriptedSampler(renderer, always("yes")))
+    assert failed.status is TrajectoryStatus.FAILED_ENVIRONMENT
+    assert [what for what, _ in environment.events] == ["open", "closed"] * 2
+
+    environment = Held(renderer)
+    environment.broken = 1
+    (second,) = collect(environment, ScriptedSampler(renderer, always("yes")))
+    assert second.status is TrajectoryStatus.COMPLETED
+    assert second.extras["retries"] == 1
+
+    environment = Held(renderer)
+    environment.broken = 2
+    (failed,) = collect(environment, ScriptedSampler(renderer, always("yes")))
+    assert (failed.status, failed.detail) == (TrajectoryStatus.FAILED_SANDBOX, "SandboxError: none to be had")
+
+
+def test_an_environment_needs_a_template_to_ask_with(tmp_path: Path) -> None:
+    without = ChatRenderer.load(write_chat_files(tmp_path, template=None))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Guess(without)
 
 
 def test_a_grading_without_end_is_a_failure(renderer: ChatRenderer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -81,8 +82,10 @@ def test_what_a_model_directory_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
         ChatRenderer.load(tmp_path)
     write_chat_files(tmp_path, template=None)
-    with pytest.raises(ConfigError, match="no chat template"):
-        ChatRenderer.load(tmp_path)
+    without = ChatRenderer.load(tmp_path)
+    assert without.decode(without.encode("text")) == "text"
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path))} has no chat template"):
+        without.start(USER)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="cannot be read"):
         ChatRenderer.load(tmp_path)
@@ -97,6 +100,28 @@ def test_what_a_model_directory_lacks_is_named(tmp_path: Path) -> None:
 def test_a_template_that_drops_the_assistants_turns_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="drops or repeats"):
         ChatRenderer.load(write_chat_files(tmp_path, template="{{ messages[0].content }}"))
+
+
+def test_a_model_without_a_template_is_rendered_with_one_that_is_given(tmp_path: Path, renderer: ChatRenderer) -> None:
+    given = ChatRenderer.load(write_chat_files(tmp_path, template=None)).with_template(TEMPLATE)
+    assert given.start(USER) == renderer.start(USER)
+    assert given.extend(USER, ended=True) == renderer.extend(USER, ended=True)
+    assert given.reply_end == END
+    with pytest.raises(ConfigError, match="cannot be read"):
+        given.with_template("{% for %}")
+
+
+def test_tools_reach_a_template_that_takes_them(renderer: ChatRenderer) -> None:
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert not renderer.takes_tools
+    assert renderer.with_tools(tools).start(USER) == renderer.start(USER)
+    taking = renderer.with_template("{% for tool in tools %}{{ tool.function.name }};{% endfor %}" + TEMPLATE)
+    assert taking.takes_tools
+    assert taking.with_tools(tools).decode(taking.with_tools(tools).start(USER)).startswith("look;")
+    assert taking.start(USER) == renderer.start(USER), "the one without tools is as it was"
+    picky = renderer.with_template("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + TEMPLATE)
+    with pytest.raises(ConfigError, match="refuses the messages: no tools here"):
+        picky.with_tools(tools)
 
 
 def test_ids_may_be_as_large_as_the_models_table(tmp_path: Path) -> None:
