@@ -373,6 +373,10 @@ class StepResult:
     """name -> {"edges": [k], "counts": [k + 1]}"""
     top_ratios: Sequence[Mapping[str, Any]] = ()
     """The step's largest token ratios, for attribution."""
+    spikes: Sequence[Mapping[str, Any]] = ()
+    """The tokens with the largest ratios and influences, with all that explains them: `asyncrl.learner.attribution`."""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """One trajectory, token by token (`asyncrl.learner.attribution`); empty where nothing was trained on."""
 
 
 class Learner(Protocol):

@@ -1,4 +1,6 @@
-"""What a run writes down while it goes: metrics.jsonl, spikes.jsonl, status.json, trajectories, and summary.json."""
+"""What a run writes down while it goes: metrics.jsonl, spikes.jsonl, tokens.jsonl, status.json, trajectories, and
+summary.json.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import trio
@@ -16,6 +19,7 @@ from asyncrl.progress import Progress, moment
 from asyncrl.protocols import StepResult
 from asyncrl.run import Run
 from asyncrl.run_directory import RunDirectory
+from asyncrl.spikes import shown_line, spike_line
 from asyncrl.status import EvaluationResult, RunStatus
 from asyncrl.types import Group, PolicyVersion, TokenIds
 
@@ -23,7 +27,6 @@ WARM_START = "warm_start"
 """The `phase` of a line of metrics.jsonl that is about demonstrations; the others say "rollouts"."""
 
 _STATUS_EVERY_S = 1.0  # at most, while groups finish; with thousands of episodes each would cost more than they do
-_KEPT_SPIKES = 8  # largest token ratios of a step that are written down; all 64 would be 1 MB in 100 steps
 
 
 class RunRecorder:
@@ -39,20 +42,26 @@ class RunRecorder:
         decode: Callable[[TokenIds], str],
         *,
         version: PolicyVersion,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+        decode_all: Callable[[Sequence[int]], str] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`version` is that of the checkpoint which the run goes on from, or 0.
 
+        `sampling` is written down with the tokens that stand out, whose text is what `decode_all` returns: special
+        tokens included.
         `wall_clock` dates what is written, in seconds since 1970; it may jump, and nothing else goes by it.
         """
         self._directory = directory
         self._progress = progress
         self._decode = decode
+        self._decode_all = decode_all or (lambda token_ids: decode(TokenIds(token_ids)))
+        self._sampling = dict(sampling)
         self._wall_clock = wall_clock
         self._run: Run | None = None
         self._generated = (0.0, 0.0)
         self._status_due = 0.0
-        for path in (directory.metrics, directory.spikes):
+        for path in (directory.metrics, directory.spikes, directory.tokens):
             _cut_back(path, version)
         directory.summary.unlink(missing_ok=True)  # of before a resume: it must not speak for what follows
 
@@ -90,9 +99,12 @@ class RunRecorder:
         self._generated = (seconds, generated)
         line = {**record, "generated_tokens_per_second": rate}
         self._append_metrics(line, phase="rollouts")
-        spikes = {"step": record["step"], "version": record["version"], "top": list(result.top_ratios)[:_KEPT_SPIKES]}
-        with self._directory.spikes.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(spikes) + "\n")
+        step = int(record["step"])
+        with self._directory.spikes.open("ab") as file:
+            file.write(spike_line(result, step=step, decode=self._decode_all, sampling=self._sampling))
+        if result.shown:
+            with self._directory.tokens.open("ab") as file:
+                file.write(shown_line(result, step=step, decode=self._decode_all))
         self._progress.step(line)
         self._write_status()
 
@@ -200,6 +212,16 @@ def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
 def read_warm_start(directory: RunDirectory) -> list[dict[str, Any]]:
     """Return the steps on demonstrations, as `read_metrics` does."""
     return [line for line in _read_lines(directory.metrics) if line.get("phase") == WARM_START]
+
+
+def read_spikes(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return the lines of `asyncrl.spikes.spike_line`, as `read_metrics` does."""
+    return _read_lines(directory.spikes)
+
+
+def read_tokens(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return the lines of `asyncrl.spikes.shown_line`, as `read_metrics` does."""
+    return _read_lines(directory.tokens)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 config.toml       as resolved            metrics.jsonl   one line a step
 status.json       the present moment     summary.json    at the end
-spikes.jsonl      largest token ratios, a line a step
+spikes.jsonl      the tokens that stand out, and why, a line a step
+tokens.jsonl      one trajectory a step, token by token
 checkpoints/      step-N/                trajectories/   one file a step
 logs/             of every child         lock            held by the orchestrator that runs
 journal/          what is finished and not yet in a checkpoint, under the run's run_id
@@ -60,6 +61,7 @@ class RunDirectory:
         self.format = path / "format.json"
         self.metrics = path / "metrics.jsonl"
         self.spikes = path / "spikes.jsonl"
+        self.tokens = path / "tokens.jsonl"
         self.status = path / "status.json"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"

@@ -266,7 +266,15 @@ def _join(part: list[tuple[int, Turn]], end_token_ids: Collection[int], vocab_si
         logprobs.extend(min(value, 0.0) for value in completion.behaviour_logprobs[:num_trained])
         logprobs.extend([0.0] * num_forced)
         _add_spans(spans, completion.spans, start, num_trained)
-        turns.append(TurnSpan(start=start, end=start + num_trained, reward=turn.reward))
+        turns.append(
+            TurnSpan(
+                start=start,
+                end=start + num_trained,
+                reward=turn.reward,
+                finish_reason=completion.finish_reason,
+                engine=completion.engine,
+            )
+        )
     if vocab_size is not None:
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab_size:

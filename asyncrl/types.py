@@ -122,6 +122,10 @@ class TurnSpan:
     """Half-open, over the tokens of the segment that holds the span; empty for a turn without a trained token."""
     reward: float | None = None
     """A part of the trajectory's reward; what the parts leave is earned at the last turn. None: nobody said."""
+    finish_reason: FinishReason | None = None
+    """Why the turn's completion ended; None: nobody said."""
+    engine: str = ""
+    """Which engine sampled it, as `Completion.engine`; empty: nobody said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from scripted import END, FENCE, TEMPLATE, completion, write_chat_files
 
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.tokens import ChatRenderer, build_segments, turn_from_prompt
-from asyncrl.types import Logprobs, TokenIds, TokenSpan, Turn, TurnSpan
+from asyncrl.types import FinishReason, Logprobs, TokenIds, TokenSpan, Turn, TurnSpan
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -185,8 +185,12 @@ def test_a_turns_reward_lies_on_its_sampled_tokens() -> None:
         Turn(context_token_ids=TokenIds([1]), completion=completion([8]), starts_segment=True, reward=-1.0),
     ]
     first, second = build_segments(turns, end_token_ids={END})
-    assert first.turns == (TurnSpan(start=2, end=4, reward=0.5), TurnSpan(start=5, end=6))
-    assert second.turns == (TurnSpan(start=1, end=2, reward=-1.0),)
+    stop, cut = FinishReason.STOP, FinishReason.LENGTH
+    assert first.turns == (
+        TurnSpan(start=2, end=4, reward=0.5, finish_reason=stop),
+        TurnSpan(start=5, end=6, finish_reason=cut),
+    )
+    assert second.turns == (TurnSpan(start=1, end=2, reward=-1.0, finish_reason=stop),)
 
 
 def test_a_forced_end_token_stays_in_the_sequence_and_is_not_trained_on() -> None:

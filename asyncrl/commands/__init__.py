@@ -1,12 +1,13 @@
 """The verbs of the command line: one module each, with `HELP`, `add_arguments(parser)` and `main(arguments) -> int`."""
 
-from asyncrl.commands import bench, check, environments, evaluate, plot, sandbox, simulate, status, train
+from asyncrl.commands import bench, check, environments, evaluate, plot, sandbox, simulate, spikes, status, train
 
 COMMANDS = {
     "train": train,
     "check": check,
     "simulate": simulate,
     "status": status,
+    "spikes": spikes,
     "eval": evaluate,
     "environments": environments,
     "sandbox": sandbox,

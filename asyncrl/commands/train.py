@@ -16,6 +16,8 @@ import signal
 import socket
 import sys
 from contextlib import closing
+from dataclasses import asdict
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -148,7 +150,14 @@ async def _train(
             opening = open_parts(config, directory, renderer, checkpoint, say)
             async with progress.shown(), opening as parts:
                 version = checkpoint.version if checkpoint else 0
-                recorder = RunRecorder(directory, progress, renderer.decode, version=version)
+                recorder = RunRecorder(
+                    directory,
+                    progress,
+                    renderer.decode,
+                    version=version,
+                    sampling=asdict(config.sampling),
+                    decode_all=partial(renderer.decode, keep_special=True),
+                )
                 run = Run(
                     parts,
                     config.buffer,

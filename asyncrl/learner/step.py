@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.learner.attribution import extreme_tokens, token_by_token
 from asyncrl.learner.credit import Selection, select
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.model import PolicyModel
@@ -80,7 +81,9 @@ class Stepper:
         metrics["num_segments_idle"] = float(self._without_gradient(batch).sum())
         metrics["tokens_forwarded"] = sum(microbatch.num_slots for microbatch in microbatches)
         metrics["seconds_packing"] = clock.lap()
-        loss, records, whole = self.accumulate(batch, microbatches, reference=selection.reference_logprobs)
+        influence = torch.zeros(batch.num_tokens, dtype=torch.float64)
+        reference = selection.reference_logprobs
+        loss, records, whole = self.accumulate(batch, microbatches, reference=reference, influence=influence)
         metrics["seconds_forward_backward"] = clock.lap()
         norm = self._optimizer.gradient_norm()
         metrics |= {"loss": loss, "grad_norm": norm, "grad_norm_nonfinite": float(not math.isfinite(norm))}
@@ -104,6 +107,8 @@ class Stepper:
             stepped=stepped,
             histograms=histograms,
             top_ratios=attribute(whole, selection),
+            spikes=extreme_tokens(whole, influence, selection),
+            shown=token_by_token(whole, influence, selection),
         )
         self.version += 1
         return result
@@ -139,11 +144,17 @@ class Stepper:
         )
 
     def accumulate(
-        self, batch: Batch, microbatches: Sequence[Microbatch], *, reference: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        microbatches: Sequence[Microbatch],
+        *,
+        reference: torch.Tensor | None = None,
+        influence: torch.Tensor | None = None,
     ) -> tuple[float, dict[str, Record], LossInputs]:
         """Add the gradients of the batch's losses to the optimizers' sums; `reference` [T] where it is known already.
 
         Returns the loss, the loss's own metrics merged over microbatches, and the whole batch's inputs (detached).
+        |d loss / d policy_logprob| of each token is written into `influence` [T] float64, which holds zeros.
         """
         counts = self._denominators(batch, microbatches)
         read = self._teachers.read(batch, reference=reference)
@@ -164,7 +175,11 @@ class Stepper:
             if self._critic is not None:
                 losses += self._critic.losses(batch, there, hidden)
             if losses:
+                if logprobs_T.requires_grad:
+                    logprobs_T.retain_grad()
                 torch.stack(losses).sum().backward()
+            if influence is not None and logprobs_T.grad is not None:
+                influence[microbatch.token_index] = logprobs_T.grad.abs().double().cpu()
             total += float(output.loss.detach())
             parts.append(output.metrics)
             policy[microbatch.token_index] = logprobs_T.detach().double().cpu()
