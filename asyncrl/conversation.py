@@ -8,7 +8,6 @@ from typing import Any
 
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Sampler
-from asyncrl.rollout import Caught
 from asyncrl.tokens import ChatRenderer, Message, build_segments
 from asyncrl.types import FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus, Turn
 
@@ -93,19 +92,24 @@ class Conversation:
         status: TrajectoryStatus | None = None,
         seconds: float = 0.0,
         extras: Mapping[str, Any] | None = None,
+        teacher_prompt_token_ids: TokenIds | None = None,
     ) -> Trajectory:
         """Return the agent's trajectory; its status is `completed`, or `truncated_length` after a reply that was cut.
 
-        Raises: EnvironmentFault where the engine's answers contradict themselves.
+        `reward` is all that it is worth, what single turns earned included. Raises: EnvironmentFault where the engine's
+        answers contradict themselves, or a reward is no number.
         """
         reasons = [turn.completion.finish_reason for turn in self.turns]
         cut = bool(reasons) and reasons[-1] is FinishReason.LENGTH
-        return Trajectory(
+        trajectory = Trajectory(
             trajectory_id=self.trajectory_id,
             task_id=self.task.task_id,
             environment=self.task.environment,
             segments=build_segments(
-                self.turns, end_token_ids=self._renderer.end_token_ids, vocab_size=self._renderer.vocab_size
+                self.turns,
+                end_token_ids=self._renderer.end_token_ids,
+                vocab_size=self._renderer.vocab_size,
+                teacher_prompt_token_ids=teacher_prompt_token_ids,
             ),
             reward=reward,
             status=status or (TrajectoryStatus.TRUNCATED_LENGTH if cut else TrajectoryStatus.COMPLETED),
@@ -116,19 +120,30 @@ class Conversation:
             truncated=FinishReason.LENGTH in reasons,
             extras=extras or {},
         )
+        if trajectory.bad_number is not None:
+            raise EnvironmentFault(trajectory.bad_number)
+        return trajectory
 
-    def failure(self, caught: Caught, *, agent: str = "", seconds: float = 0.0) -> Trajectory:
+    def failure(
+        self,
+        status: TrajectoryStatus,
+        detail: str,
+        *,
+        agent: str = "",
+        seconds: float = 0.0,
+        extras: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
         """Return what stands for the agent's trajectory where infrastructure ended the episode: masked, no reward."""
-        assert caught.status is not None, "nothing was caught"
         return Trajectory(
             trajectory_id=self.trajectory_id,
             task_id=self.task.task_id,
             environment=self.task.environment,
             segments=(),
             reward=None,
-            status=caught.status,
+            status=status,
             agent=agent,
             num_turns=len(self.turns),
             seconds=seconds,
-            detail=caught.detail,
+            detail=detail,
+            extras=extras or {},
         )

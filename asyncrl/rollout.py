@@ -12,10 +12,11 @@ from typing import Any
 
 import trio
 
+from asyncrl.conversation import Conversation
 from asyncrl.errors import BoundaryError, ConfigError, EngineError, EnvironmentFault, SandboxError, leaves
 from asyncrl.protocols import KeepsTrajectories, Sampler
-from asyncrl.tokens import ChatRenderer, Message, build_segments
-from asyncrl.types import Completion, FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus, Turn
+from asyncrl.tokens import ChatRenderer, Message
+from asyncrl.types import Task, TokenIds, Trajectory, TrajectoryStatus, Turn
 
 _STATUS_OF_ERROR: Mapping[type[BoundaryError], TrajectoryStatus] = {
     EngineError: TrajectoryStatus.FAILED_ENGINE,
@@ -354,40 +355,43 @@ class MultiTurnEnvironment(abc.ABC):
 
     async def _run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         started, deadline = trio.current_time(), math.inf
-        discarded, attempt = 0, 0
+        retries = {"retries": 0, "discarded_tokens": 0}
         while True:
-            episode = Episode(trajectory_id=trajectory_id, task=task)
+            talk = self._talk(task, sampler, trajectory_id)
+            episode = Episode(trajectory_id=trajectory_id, task=task, turns=talk.turns, replies=talk.replies)
             async with boundary() as caught:
                 async with self.holding(episode):
                     now = trio.current_time()
                     deadline = min(deadline, now + self.limits.episode_timeout_s)
                     episode.deadline = min(deadline, now + episode.time_limit_s)
-                    outcome = await self._converse(episode, sampler)
-                    trajectory = self._finish(episode, outcome, trio.current_time() - started, attempt, discarded)
+                    outcome = await self._converse(episode, talk)
+                    episode.extras |= retries if retries["retries"] else {}
+                    trajectory = _finished(episode, talk, outcome, trio.current_time() - started)
                 return trajectory
             assert caught.status is not None
-            discarded += sum(len(turn.completion.token_ids) for turn in episode.turns)
-            if attempt == self.limits.max_retries or trio.current_time() >= deadline:
+            retries["discarded_tokens"] += sum(len(turn.completion.token_ids) for turn in episode.turns)
+            if retries["retries"] == self.limits.max_retries or trio.current_time() >= deadline:
                 break
-            attempt += 1
-        return Trajectory(
+            retries["retries"] += 1
+        seconds, extras = trio.current_time() - started, {**episode.extras, **retries}
+        return talk.failure(caught.status, caught.detail, seconds=seconds, extras=extras)
+
+    def _talk(self, task: Task, sampler: Sampler, trajectory_id: str) -> Conversation:
+        return Conversation(
+            self.renderer,
+            sampler,
+            task=replace(task, environment=self.name),
             trajectory_id=trajectory_id,
-            task_id=task.task_id,
-            environment=self.name,
-            segments=(),
-            reward=None,
-            status=caught.status,
-            num_turns=len(episode.turns),
-            seconds=trio.current_time() - started,
-            detail=caught.detail,
-            extras={**episode.extras, "retries": attempt, "discarded_tokens": discarded},
+            max_tokens=self.limits.max_tokens,
+            max_episode_tokens=self.limits.max_episode_tokens,
+            stop_token_ids=self.stop_token_ids,
         )
 
-    async def _converse(self, episode: Episode, sampler: Sampler) -> StepOutcome:
+    async def _converse(self, episode: Episode, talk: Conversation) -> StepOutcome:
         # Returns an outcome that is done, with reward and status.
         outcome: StepOutcome | None = None
         with trio.move_on_at(episode.deadline) as scope:
-            outcome = await self._take_turns(episode, sampler)
+            outcome = await self._take_turns(episode, talk)
         if scope.cancelled_caught or outcome is None:
             if not episode.turns:
                 limit = min(self.limits.episode_timeout_s, episode.time_limit_s)
@@ -398,24 +402,17 @@ class MultiTurnEnvironment(abc.ABC):
             outcome = StepOutcome(done=True, reward=grade.reward, reward_parts=grade.parts, status=outcome.status)
         return outcome
 
-    async def _take_turns(self, episode: Episode, sampler: Sampler) -> StepOutcome:
-        asked = self.start(episode)
-        context = self.renderer.start(asked, reply_prefix=self.reply_prefix)
+    async def _take_turns(self, episode: Episode, talk: Conversation) -> StepOutcome:
+        messages = self.start(episode)
         if self.limits.teacher_prompts:
             note = self.teacher_note(episode)
-            told = self.renderer.start(asked, reply_prefix=self.reply_prefix, note=note)
+            told = self.renderer.start(messages, reply_prefix=self.reply_prefix, note=note)
             episode.teacher_prompt_token_ids = told
-        num_tokens = 0
         while True:
-            room = self.limits.max_episode_tokens - num_tokens - len(context)
-            if room <= 0:
-                if not episode.turns:
-                    limit = self.limits.max_episode_tokens
-                    raise EnvironmentFault(f"a prompt of {len(context)} tokens leaves no room below {limit}")
+            text = await talk.ask(messages, reply_prefix=self.reply_prefix)
+            if text is None:
                 return StepOutcome(done=True, status=TrajectoryStatus.TRUNCATED_LENGTH)
-            completion = await self._sample(episode, sampler, context, min(room, self.limits.max_tokens))
-            num_tokens += len(context) + len(completion.token_ids)
-            outcome = await self.step(episode, episode.replies[-1])
+            outcome = await self.step(episode, text)
             episode.turns[-1] = replace(episode.turns[-1], reward=outcome.turn_reward)
             if outcome.done:
                 return outcome
@@ -426,64 +423,25 @@ class MultiTurnEnvironment(abc.ABC):
                     reward_parts=outcome.reward_parts,
                     status=TrajectoryStatus.TRUNCATED_TURNS,
                 )
-            ended = bool(completion.token_ids) and completion.token_ids[-1] in self.renderer.end_token_ids
-            context = self.renderer.extend(outcome.messages, ended=ended, reply_prefix=self.reply_prefix)
-
-    async def _sample(self, episode: Episode, sampler: Sampler, context: TokenIds, max_tokens: int) -> Completion:
-        prompt = TokenIds()
-        for turn in episode.turns:
-            prompt += turn.context_token_ids
-            prompt += turn.completion.token_ids
-        prompt += context
-        completion = await sampler.sample(
-            prompt,
-            max_tokens=max_tokens,
-            trajectory_id=episode.trajectory_id,
-            stop_token_ids=self.stop_token_ids,
-        )
-        episode.turns.append(Turn(context_token_ids=context, completion=completion))
-        episode.replies.append(self.reply_prefix + self.renderer.decode(completion.token_ids))
-        return completion
+            messages = outcome.messages
 
     async def _grade(self, episode: Episode) -> Grade:
         with trio.move_on_after(self.limits.grading_timeout_s):
             return await self.grade(episode)
         raise EnvironmentFault(f"grading took longer than {self.limits.grading_timeout_s} s (grading_timeout_s)")
 
-    def _finish(
-        self, episode: Episode, outcome: StepOutcome, seconds: float, retries: int, discarded: int
-    ) -> Trajectory:
-        reasons = [turn.completion.finish_reason for turn in episode.turns]
-        status = outcome.status
-        if status is None:
-            cut = reasons[-1] is FinishReason.LENGTH
-            status = TrajectoryStatus.TRUNCATED_LENGTH if cut else TrajectoryStatus.COMPLETED
-        assert outcome.reward is not None
-        parts = dict(outcome.reward_parts)
-        earned = [turn.reward for turn in episode.turns if turn.reward is not None]
-        if earned:
-            parts["turns"] = float(sum(earned))
-        extras = dict(episode.extras)
-        if retries:
-            extras |= {"retries": retries, "discarded_tokens": discarded}
-        trajectory = Trajectory(
-            trajectory_id=episode.trajectory_id,
-            task_id=episode.task.task_id,
-            environment=self.name,
-            segments=build_segments(
-                episode.turns,
-                end_token_ids=self.renderer.end_token_ids,
-                vocab_size=self.renderer.vocab_size,
-                teacher_prompt_token_ids=episode.teacher_prompt_token_ids,
-            ),
-            reward=float(outcome.reward + sum(earned)),
-            status=status,
-            reward_parts=parts,
-            num_turns=len(episode.turns),
-            seconds=seconds,
-            truncated=FinishReason.LENGTH in reasons,
-            extras=extras,
-        )
-        if trajectory.bad_number is not None:
-            raise EnvironmentFault(trajectory.bad_number)
-        return trajectory
+
+def _finished(episode: Episode, talk: Conversation, outcome: StepOutcome, seconds: float) -> Trajectory:
+    assert outcome.reward is not None
+    parts = dict(outcome.reward_parts)
+    earned = [turn.reward for turn in episode.turns if turn.reward is not None]
+    if earned:
+        parts["turns"] = float(sum(earned))
+    return talk.trajectory(
+        reward=float(outcome.reward + sum(earned)),
+        reward_parts=parts,
+        status=outcome.status,
+        seconds=seconds,
+        extras=episode.extras,
+        teacher_prompt_token_ids=episode.teacher_prompt_token_ids,
+    )

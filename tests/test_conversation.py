@@ -94,7 +94,8 @@ def test_what_infrastructure_ended_has_no_reward(renderer: ChatRenderer) -> None
     async def body(side: Conversation) -> None:
         async with boundary() as caught:
             await side.ask(user("a?"))
-        failed = side.failure(caught, agent="one")
+        assert caught.status is not None
+        failed = side.failure(caught.status, caught.detail, agent="one")
         assert (failed.reward, failed.status) == (None, TrajectoryStatus.FAILED_ENGINE)
         assert "gone" in failed.detail
 
