@@ -370,7 +370,8 @@ def test_a_task_that_shows_what_it_hides_is_refused(renderer: ChatRenderer, tmp_
     async def body(backend: SandboxBackend) -> None:
         environment = Leaky(BugFixSettings(), renderer=renderer, sandboxes=backend, seed=0)
         (verdict,) = await validate(environment, backend)
-        assert verdict.problems == ("a visible test is among the hidden ones", "the prompt holds a hidden call")
+        told = [str(problem) for problem in verdict.problems]
+        assert told == ["a visible call is among the hidden ones", "the instruction holds a hidden call"]
 
     with_backend(body, tmp_path)
 

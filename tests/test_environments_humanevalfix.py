@@ -128,8 +128,8 @@ def test_tasks_that_cannot_be_trained_on_are_told_apart(renderer: ChatRenderer, 
         seen: list[str] = []
         verdicts = await validate(environment, backend, report=lambda verdict: seen.append(verdict.task_id))
         assert [verdict.good for verdict in verdicts] == [True, False, False]
-        assert verdicts[1].problems == ("the unfixed code passes",)
-        assert verdicts[2].problems == ("the reference passes 0 of 3 times",)
+        assert [str(problem) for problem in verdicts[1].problems] == ["the unfixed code passes"]
+        assert [str(problem) for problem in verdicts[2].problems] == ["the reference passes 0 of 3 times"]
         assert sorted(seen) == [verdict.task_id for verdict in verdicts]
 
     with_backend(body, tmp_path)
@@ -172,3 +172,39 @@ def test_the_command_writes_the_solutions_of_the_training_tasks_alone(
     assert main([*command, "--set", "environment.name=bugfix", "--set", "environment.options={}"]) == 0
     parity = "environment.name=parity_environment:ParityEnvironment"
     assert main([*command, "--set", parity, "--set", "environment.options={}"]) == 2
+
+
+@pytest.mark.slow
+def test_the_command_refuses_bad_tasks_by_id_and_a_run_can_leave_them_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := cannot_sandbox():
+        pytest.skip(reason)
+    model = write_chat_files(tmp_path / "model")
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    tasks = write(tmp_path / "f.jsonl", record(0), record(1, canonical_solution="    return 7\n"))
+    kept, config = tmp_path / "kept.jsonl", tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\npath = "{model}"\n[environment]\nname = "humanevalfix"\n'
+        f'[environment.options]\npath = "{tasks}"\nheld_out_percent = 0\n'
+        f"[sandbox]\nallow_weaker = {str(not has_groups()).lower()}\n"
+    )
+    command = ["environments", "validate", str(config), "--keep", str(kept)]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 tasks hold" in said
+    assert said.splitlines()[-1] == "refused: humanevalfix/Python/1"
+    assert main([*command, "--json"]) == 1
+    verdicts = json.loads(capsys.readouterr().out)
+    assert [v["problems"] for v in verdicts] == [
+        [],
+        [{"fault": "reference_fails", "detail": "the reference passes 0 of 3 times", "step": ""}],
+    ]
+    settings = HumanEvalFixSettings(path=tasks, held_out_percent=0, leave_out=kept)
+    renderer = ChatRenderer.load(model)
+    environment = HumanEvalFixEnvironment(settings, renderer=renderer, sandboxes=None)  # type: ignore[arg-type]
+    assert {environment.get_item().task_id for _ in range(4)} == {"humanevalfix/Python/0"}
+    assert len(environment.all_tasks()) == 2
+    assert main([*command[:-1], str(tmp_path / "missing" / "file")]) == 2
+    assert "verdicts cannot be written to" in capsys.readouterr().err

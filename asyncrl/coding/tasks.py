@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from asyncrl.protocols import SandboxLimits
 from asyncrl.sandbox.judge import Call
@@ -137,4 +137,14 @@ class TaskSet(Protocol):
 
     def task(self, task_id: str) -> CodingTask:
         """Return the task with that id. Raises: ConfigError where it cannot be built, saying why."""
+        ...
+
+
+@runtime_checkable
+class BringsCodingTasks(Protocol):
+    """What an environment of coding tasks has besides `Environment`: its tasks can be validated, audited and shown."""
+
+    @property
+    def task_set(self) -> TaskSet:
+        """Return the tasks of all splits."""
         ...

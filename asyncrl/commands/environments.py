@@ -2,12 +2,16 @@
 
   asyncrl environments list
   asyncrl environments show configs/demo.toml [TASK]
-  asyncrl environments validate configs/demo.toml
+  asyncrl environments validate configs/demo.toml --keep verdicts.jsonl
   asyncrl environments demonstrations configs/sft_then_rl.toml --out runs/demonstrations.jsonl
 
-`validate` runs every task, held-out ones included, in sandboxes: the unfixed code must fail and the reference solution
-must pass every time. Exit code 1 when a task does not hold. `demonstrations` writes the reference solutions of the
-training tasks, never those of held-out ones, as the file that `[warm_start]` trains on.
+`validate` runs every task, held-out ones included, in sandboxes: the unfixed code must fail, the reference solution
+must pass every time, and the agent must find no hidden test, no reference, no history, no secret and no network. Exit
+code 1 when a task does not hold. With `--keep FILE` an interrupted validation goes on where it was, and
+`leave_out = "FILE"` in [environment.options] keeps a run from asking what does not hold.
+
+`demonstrations` writes the reference solutions of the training tasks, never those of held-out ones, as the file that
+`[warm_start]` trains on.
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ from pathlib import Path
 
 import trio
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
+from asyncrl.coding.hygiene import TaskVerdict
+from asyncrl.coding.verdict_file import VerdictFile
 from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
 from asyncrl.demonstrations import Demonstrating, write_demonstrations
 from asyncrl.environments import ENVIRONMENTS
 from asyncrl.environments.loading import environment_class
-from asyncrl.environments.validate import TaskVerdict, validate
+from asyncrl.environments.validate import task_set_of, validate
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import check_model
 from asyncrl.processes import open_tasks
@@ -52,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     validating = verbs.add_parser("validate", help="prove that unfixed code fails and reference solutions pass")
     add_config_arguments(validating)
     validating.add_argument("--json", action="store_true", help="print JSON, for programs")
+    validating.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FILE",
+        help="write verdicts here, a line each, and look at no task again that is here and has not changed",
+    )
     validating.set_defaults(command=_validate)
     writing = verbs.add_parser("demonstrations", help="write the training tasks' reference solutions as conversations")
     add_config_arguments(writing)
@@ -102,25 +114,34 @@ async def _show_tasks(config: Config, task_id: str | None) -> int:
 def _validate(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set)
     check_model(config.model.path)
-    verdicts = trio.run(_run_validation, config)
-    bad = [verdict for verdict in verdicts if verdict.problems]
+    kept = None if arguments.keep is None else VerdictFile(arguments.keep)
+    verdicts = trio.run(_run_validation, config, kept)
+    bad = [verdict for verdict in verdicts if not verdict.good]
     if arguments.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
-    else:
-        table = Table("task", "holds", "what is wrong")
-        for verdict in verdicts:
-            table.add_row(verdict.task_id, "no" if verdict.problems else "yes", "; ".join(verdict.problems))
-        Console().print(table)
-        print(f"{len(verdicts) - len(bad)} of {len(verdicts)} tasks hold")
+        return 1 if bad else 0
+    table = Table("task", "holds", "what is wrong")
+    for verdict in verdicts:
+        told = [str(problem) for problem in verdict.problems]
+        if verdict.unproven:
+            told.append(f"no reference solution for step {', '.join(verdict.unproven)}")
+        holds = "no" if not verdict.good else "unproven" if verdict.unproven else "yes"
+        table.add_row(verdict.task_id, holds, "; ".join(told))
+    Console().print(table)
+    print(f"{len(verdicts) - len(bad)} of {len(verdicts)} tasks hold")
+    if bad:
+        print("refused: " + " ".join(verdict.task_id for verdict in bad))
     return 1 if bad else 0
 
 
-async def _run_validation(config: Config) -> Sequence[TaskVerdict]:
+async def _run_validation(config: Config, kept: VerdictFile | None) -> Sequence[TaskVerdict]:
     console = Console(stderr=True)
     async with open_tasks(config) as (environment, _, backend):
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("running the tasks", total=len(environment.all_tasks()))
-            return await validate(environment, backend, report=lambda _: progress.advance(bar))
+        with Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True
+        ) as progress:
+            bar = progress.add_task("running the tasks", total=len(task_set_of(environment).all_ids()))
+            return await validate(environment, backend, report=lambda _: progress.advance(bar), kept=kept)
 
 
 def _write_demonstrations(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from asyncrl.coding.tasks import CallChecks, CodingTask, Reference, TaskSet, TaskStep
+from asyncrl.environments.as_coding_tasks import AsCodingTasks
 from asyncrl.environments.bugfix_tasks import HARD, HELD_OUT, TEMPLATES, build_task
 from asyncrl.environments.replies import extract_code, fenced, solution_note
 from asyncrl.errors import ConfigError
@@ -119,6 +121,12 @@ class BugFixEnvironment(MultiTurnEnvironment):
         seed = self._seed
         return [build_task(t, bug, seed=seed) for t in TEMPLATES.values() for bug in range(len(t.bugs))]
 
+    @property
+    def task_set(self) -> TaskSet:
+        """The same tasks as coding tasks."""
+        tasks = self.all_tasks()
+        return AsCodingTasks(tasks, {t.task_id for t in tasks if t.data["function"] in HELD_OUT}, coding_task)
+
     def demonstrations(self) -> Iterator[Sequence[Message]]:
         """Yield a conversation for every bug of every training function, with the reference solution as the reply."""
         for name in train_functions(hard=self.settings.hard):
@@ -194,9 +202,33 @@ class BugFixEnvironment(MultiTurnEnvironment):
         return Grade(reward=reward, parts=parts)
 
 
+def coding_task(task: Task) -> CodingTask:
+    """Return a task as a coding task: the agent's reply is the one file."""
+    data = task.data
+    checks = CallChecks(
+        path="solution.py",
+        function=data["function"],
+        hidden=tuple(_call(test) for test in data["hidden"]),
+        visible=tuple(_call(test) for test in data["visible"]),
+        call_timeout_s=_CALL_TIMEOUT_S,
+    )
+    reference = Reference(files={"solution.py": data["reference"].encode()})
+    return CodingTask(
+        task_id=task.task_id,
+        steps=(TaskStep(instruction=prompt(data), checks=checks, reference=reference),),
+        files={"solution.py": data["source"].encode()},
+        limits=_LIMITS,
+        origin=f"template {data['function']}, bug {data['bug']}",
+    )
+
+
+def _call(test: Mapping[str, Any]) -> Call:
+    return Call(arguments=test["arguments"], expected=test["expected"], tolerance=_TOLERANCE)
+
+
 async def run_tests(backend: SandboxBackend, code: str, data: Mapping[str, Any], which: str) -> Sequence[CallResult]:
     """Return a result per test of `data[which]`, "visible" or "hidden", from a new sandbox."""
-    calls = [Call(arguments=t["arguments"], expected=t["expected"], tolerance=_TOLERANCE) for t in data[which]]
+    calls = [_call(test) for test in data[which]]
     return await run_calls(backend, code, data["function"], calls, limits=_LIMITS, call_timeout_s=_CALL_TIMEOUT_S)
 
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.coding.tasks import CodingTask, PytestChecks, Reference, TaskSet, TaskStep
+from asyncrl.coding.verdict_file import check_left_out, read_left_out
+from asyncrl.environments.as_coding_tasks import AsCodingTasks
 from asyncrl.environments.replies import extract_code, fenced, solution_note
 from asyncrl.environments.rows import check_percent, is_held_out, read_rows
 from asyncrl.errors import ConfigError
@@ -23,6 +26,12 @@ from asyncrl.types import Task, TrajectoryStatus
 _REQUIRED = ("task_id", "declaration", "canonical_solution", "buggy_solution", "entry_point", "test")
 _LIMITS = SandboxLimits(wall_s=10.0, cpu_s=10.0)
 _SHOWN = 200  # characters of an error in the feedback
+_TEST = """
+import pathlib, solution
+def test_asserts():
+    text = pathlib.Path(__file__).with_name("asserts.txt").read_text("utf-8")
+    exec(compile(text, "asserts", "exec"), dict(vars(solution)))
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,8 @@ class HumanEvalFixSettings(RolloutSettings):
     max_episode_tokens: int = 2048
     held_out_percent: int = 20
     """Share of the tasks that is never trained on; chosen by the tasks' ids alone."""
+    leave_out: Path | None = None
+    """Tasks that are never asked: what `asyncrl environments validate --keep FILE` wrote, or ids, one a line."""
     epochs: int = 0
     """Times that each training task is asked before the tasks are used up; 0 never ends."""
 
@@ -65,11 +76,16 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
     def __init__(
         self, settings: HumanEvalFixSettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int = 0
     ) -> None:
-        """Raises: ConfigError naming the file and line that cannot be read, or a split without tasks to train on."""
+        """Raises: ConfigError naming the file and line that cannot be read, or where every task is left out."""
         self._all = read_tasks(settings.path)
         percent = settings.held_out_percent
         held_out = [task for task in self._all if is_held_out(task.task_id, percent)]
-        self._train = train = [task for task in self._all if not is_held_out(task.task_id, percent)]
+        train = [task for task in self._all if not is_held_out(task.task_id, percent)]
+        if settings.leave_out is not None:
+            out = read_left_out(settings.leave_out)
+            check_left_out(out, all_ids=[t.task_id for t in self._all], training_ids=[t.task_id for t in train])
+            held_out, train = ([t for t in tasks if t.task_id not in out] for tasks in (held_out, train))
+        self._train = train
         super().__init__(
             renderer=renderer,
             tasks=TaskSource(lambda epoch: train, seed=seed, epochs=settings.epochs),
@@ -83,6 +99,11 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
     def all_tasks(self) -> Sequence[Task]:
         """Return the tasks of both splits, in the file's order."""
         return self._all
+
+    @property
+    def task_set(self) -> TaskSet:
+        """The same tasks as coding tasks."""
+        return AsCodingTasks(self._all, {task.task_id for task in self.held_out()}, coding_task)
 
     def demonstrations(self) -> Iterator[Sequence[Message]]:
         """Yield a conversation for every training task, with the canonical solution as the reply."""
@@ -98,9 +119,7 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
     def start(self, episode: Episode) -> Sequence[Message]:
         """Return the prompt: what the function should do, and the code."""
         episode.extras["wall"] = self._sandboxes.wall
-        data = episode.task.data
-        asked = f"Fix the bug in {data['function']}. {data['instruction']}\n```python\n{data['source'].strip()}\n```"
-        return [{"role": "user", "content": asked}]
+        return [{"role": "user", "content": asked(episode.task.data)}]
 
     def teacher_note(self, episode: Episode) -> str:
         """Return the file's canonical solution, as a teacher is told it."""
@@ -130,6 +149,38 @@ class HumanEvalFixEnvironment(MultiTurnEnvironment):
         solved = float(code is not None and await self.accepts(episode.task, code, self._sandboxes))
         malformed = float(episode.extras.get("malformed", 0))
         return Grade(reward=solved, parts={"solved": solved, "malformed": malformed})
+
+
+def coding_task(task: Task) -> CodingTask:
+    """Return a task as a coding task: the same asserts, as a hidden test."""
+    data = task.data
+    checks = PytestChecks(
+        tests={"test_asserts.py": _TEST.encode(), "asserts.txt": data["test"].encode()},
+        expected=("test_asserts.py::test_asserts",),
+        submitted=("solution.py",),
+    )
+    return CodingTask(
+        task_id=task.task_id,
+        steps=(
+            TaskStep(
+                instruction=asked(data),
+                checks=checks,
+                reference=Reference(files={"solution.py": _solution(data, data["reference"])}),
+            ),
+        ),
+        files={"solution.py": _solution(data, data["source"])},
+        limits=_LIMITS,
+        origin=task.task_id,
+    )
+
+
+def _solution(data: Mapping[str, Any], code: str) -> bytes:
+    return f"{data['preamble']}\n{code}\n".encode()
+
+
+def asked(data: Mapping[str, Any]) -> str:
+    """Return what the agent is asked."""
+    return f"Fix the bug in {data['function']}. {data['instruction']}\n```python\n{data['source'].strip()}\n```"
 
 
 def read_tasks(path: Path) -> list[Task]:
