@@ -84,7 +84,7 @@ class PytestVerifier:
         """
         if not expected or runs < 1:
             raise ValueError(f"there must be tests and runs, got {len(expected)} ids and {runs} runs")
-        packages = await self._ready()
+        packages = await self.packages()
         results: list[ExecResult] = []
         seen: list[dict[str, bool]] = []
         tampered = False
@@ -123,8 +123,11 @@ class PytestVerifier:
             return result, None
         return result, {} if wire is None else reported  # without it the run ended early, and what it says is half
 
-    async def _ready(self) -> Snapshot:
-        """Return pytest's packages as a layer, with what Python compiles of them."""
+    async def packages(self) -> Snapshot:
+        """Return pytest's packages as a layer, with what Python compiles of them; this object's own, and closed by it.
+
+        Raises: ConfigError where pytest is not installed beside asyncrl, SandboxError where it does not run.
+        """
         async with self._lock:
             if self._packages is None:
                 files = await trio.to_thread.run_sync(_pytest_files)
@@ -177,7 +180,8 @@ def _pytest_files() -> dict[str, bytes]:
                 f"tests in the form of pytest files need {name} beside asyncrl: pip install pytest"
             ) from None
         for path in distribution.files or ():
-            if path.suffix == ".py" and ".." not in path.parts:
+            # pytest's header asks for the versions of what it needs
+            if (path.suffix == ".py" or path.name == "METADATA") and ".." not in path.parts:
                 files[path.as_posix()] = Path(str(distribution.locate_file(path))).read_bytes()
         plain = [text for text in distribution.requires or () if ";" not in text]  # markers: other systems, extras
         left += [match[0] for text in plain if (match := re.match(r"[\w.-]+", text))]

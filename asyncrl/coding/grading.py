@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
+from asyncrl.coding.crossing import cross
 from asyncrl.coding.places import with_variables
+from asyncrl.coding.stand_ins import MISSING, stand_in_command, stand_in_files
+from asyncrl.coding.stand_ins import PLACE as STAND_INS
 from asyncrl.coding.tasks import CallChecks, CodingTask, PytestChecks, ScriptChecks, TaskStep
 from asyncrl.coding.verdicts import Verdict
 from asyncrl.errors import EnvironmentFault, SandboxError, UnsafeFilesError
-from asyncrl.protocols import ExecResult, Outcome, Sandbox, SandboxBackend
+from asyncrl.protocols import ExecResult, Outcome, Sandbox, SandboxBackend, Snapshot
 from asyncrl.sandbox.collecting import Collected, collect
 from asyncrl.sandbox.judge import run_calls
 from asyncrl.sandbox.verifier import PytestVerifier, TestOutcome
 
-_TESTS, _LOGS = "/tests", "/logs/verifier"
+_TESTS, _LOGS, _PACKAGES = "/tests", "/logs/verifier", "/judge"
 _MAX_REWARD_BYTES = 64 * 2**10
 _SHOWN_CHARACTERS = 400
 
@@ -74,27 +78,25 @@ class Grader:
 
     async def _grade_script(self, task: CodingTask, checks: ScriptChecks, sandbox: Sandbox) -> Verdict:
         await sandbox.kill()
+        for command in checks.collect:
+            _require_working(await sandbox.exec(with_variables(["bash", "-c", command], task.variables)))
         limits = replace(checks.limits or task.limits, wall_s=checks.timeout_s)
-        refused: Mapping[str, str] = {}
-        if checks.submitted is None:
-            files = await sandbox.snapshot()
-        else:
-            collected = await collect(sandbox, checks.submitted)
-            refused, files = collected.refused, await self._backend.prepare(collected.files)
+        crossing = await cross(self._backend, task, checks, sandbox)
         async with (
-            files,
+            crossing.work as files,
             await self._backend.prepare(checks.files, executable=list(checks.files)) as tests,
-            await self._backend.open(
-                files,
-                limits=limits,
-                work=task.work,
-                places={**dict.fromkeys(task.places), _TESTS: tests, _LOGS: None},
-            ) as judge,
+            AsyncExitStack() as stack,
         ):
-            script = ["bash", f"{_TESTS}/{checks.script}"]
-            result = await judge.exec(with_variables(script, {**task.variables, **checks.variables}))
-            if result.outcome is Outcome.INFRASTRUCTURE:
-                raise SandboxError(f"the judge's sandbox failed: {result.detail}")
+            places: dict[str, Snapshot | None] = {**dict.fromkeys(task.places), _TESTS: tests, _LOGS: None}
+            places |= await self._stand_ins(checks, stack)
+            judge = await stack.enter_async_context(
+                await self._backend.open(files, limits=limits, work=task.work, places=places)
+            )
+            for path, data in crossing.places.items():
+                await judge.write(path, data)
+            script = f"{_TESTS}/{checks.script}"
+            argv = stand_in_command(script, _PACKAGES) if checks.provided else ["bash", script]
+            result = _require_working(await judge.exec(with_variables(argv, {**task.variables, **checks.variables})))
             await judge.kill()
             if result.outcome is not Outcome.OK:
                 raise EnvironmentFault(
@@ -102,7 +104,17 @@ class Grader:
                 )
             rewards = await _read_rewards(judge, task.task_id, result)
         reward = rewards.get("reward", sum(rewards.values()) / len(rewards))
-        return Verdict(reward=reward, solved=reward == 1.0, rewards=rewards, refused=refused, detail=_said(result))
+        return Verdict(
+            reward=reward, solved=reward == 1.0, rewards=rewards, refused=crossing.refused, detail=_said(result)
+        )
+
+    async def _stand_ins(self, checks: ScriptChecks, stack: AsyncExitStack) -> dict[str, Snapshot]:
+        """Return the places of what stands in for what the script would install; none where it installs nothing."""
+        if not checks.provided:
+            return {}
+        files = stand_in_files(self._backend.python, checks.provided, _LOGS)
+        programs = await stack.enter_async_context(await self._backend.prepare(files, executable=list(files)))
+        return {STAND_INS: programs, _PACKAGES: await self._pytest.packages()}
 
     async def aclose(self) -> None:
         """Give up what the judges share."""
@@ -120,11 +132,25 @@ def _from_checks(passed: Mapping[str, bool], *, detail: str) -> Verdict:
     return Verdict(reward=share, solved=share == 1.0, passed=passed, detail=detail[:_SHOWN_CHARACTERS])
 
 
+def _require_working(result: ExecResult) -> ExecResult:
+    if result.outcome is Outcome.INFRASTRUCTURE:
+        raise SandboxError(f"a sandbox failed while a task was judged: {result.detail}")
+    return result
+
+
 async def _read_rewards(judge: Sandbox, task_id: str, result: ExecResult) -> dict[str, float]:
     """Return what the script wrote, reward.json before reward.txt. Raises: EnvironmentFault where it wrote no numbers.
 
     A script that writes nothing has failed to judge, which says nothing of the agent.
     """
+    with suppress(FileNotFoundError, UnsafeFilesError):
+        missing = (
+            (await judge.read(f"{_LOGS}/{MISSING}", max_bytes=_MAX_REWARD_BYTES)).decode(errors="replace").split("\n")
+        )
+        raise EnvironmentFault(
+            f"{task_id}: its tests want {', '.join(filter(None, missing))} installed, which is not among what "
+            "tests_provided says is here"
+        )
     for name in ("reward.json", "reward.txt"):
         try:
             text = (await judge.read(f"{_LOGS}/{name}", max_bytes=_MAX_REWARD_BYTES)).decode()

@@ -51,8 +51,18 @@ class ScriptChecks:
     """Of `files`; run by bash from the working directory. Its exit code says nothing."""
     variables: Mapping[str, str] = field(default_factory=dict)
     submitted: tuple[str, ...] | None = None
-    """Absolute or relative paths that cross to a sandbox of its own; None judges a copy of the whole working
-    directory, as the agent left it and without the agent's processes."""
+    """Absolute or relative paths, or patterns of them, that cross to a sandbox of its own, directories with all below
+    them; None judges a copy of the whole working directory and of the task's other places, as the agent left them and
+    without the agent's processes."""
+    excluded: tuple[str, ...] = ()
+    """Patterns of absolute paths that do not cross all the same."""
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    """Where `submitted` is given, what the judge's working directory holds before they are laid over it."""
+    collect: tuple[str, ...] = ()
+    """Shell commands that are run in the agent's sandbox before anything crosses; their exit codes say nothing."""
+    provided: tuple[str, ...] = ()
+    """Names of what the script may ask to have installed: stand-ins of the programs that install (`stand_ins`) come
+    first on the path. Empty where nothing is installed, and nothing stands in."""
     limits: SandboxLimits | None = None
     """Of the judge's sandbox, where it is one of its own; None are the task's."""
     timeout_s: float = 600.0
@@ -115,9 +125,11 @@ class CodingTask:
     allowed_paths: tuple[str, ...] = ("*",)
     """Patterns of what a solution may edit or add; edits elsewhere are counted, and not forbidden."""
     last_step_counts: bool = False
-    """The task's reward is that of its last step; else the mean over all steps."""
+    """The task's reward is that of the last step that was reached; else the mean over those that were."""
     origin: str = ""
     """Where it comes from: a template and its seed, a file, a directory."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: what the task asks for and does not get, what of it was not understood."""
 
 
 class TaskSet(Protocol):
