@@ -7,7 +7,6 @@ Nothing here changes the loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,15 +16,19 @@ from asyncrl.errors import ConfigError, ShapeError
 from asyncrl.losses.inputs import LossInputs, Prepared, prepare
 from asyncrl.losses.ratios import MAX_LOG_RATIO, action_position, bounded_exp, log_ratio
 from asyncrl.losses.recording import Recorder
-from asyncrl.losses.reduction import EffectiveSampleSize, Groups, Growth, Histogram, Record, finalise
+from asyncrl.losses.reduction import (
+    LOG_EDGES,
+    RATIO_EDGES,
+    EffectiveSampleSize,
+    Groups,
+    Growth,
+    Histogram,
+    Record,
+    finalise,
+)
 from asyncrl.losses.segments import prefix_sum
 from asyncrl.losses.staleness import record_staleness
 from asyncrl.losses.statistics import QUANTILES, quantiles, rank_correlation
-
-_STEPS = tuple(1e-3 * 2.0 ** (k / 2) for k in range(29))
-_LOG_EDGES = (*(-step for step in reversed(_STEPS)), *_STEPS)
-RATIO_EDGES = tuple(math.exp(edge) for edge in _LOG_EDGES)
-"""[58] edges of the ratio histograms: log ratios from 0.001 to 16.4 nats in steps of sqrt(2), on both sides of 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +65,9 @@ def diagnostics(
     """Return what there is to see in one packed batch; `behaviour_logprobs` is the only extra need.
 
     Weights of tokens (`token_weight_*`), of sequences (`seq_weight_*`, the product) and their geometric mean
-    (`geo_weight_*`): max, min, mean, p50, p95, p99. Effective sample sizes `token_ess`, `seq_ess`,
+    (`geo_weight_*`): max, min, mean, p50, p95, p99, p999. Effective sample sizes `token_ess`, `seq_ess`,
     `token_ess_staleness_N`, `seq_ess_staleness_N` (by a sequence's oldest token), each with `_frac`.
+    `token_weight_staleness_BUCKET` is a histogram of the tokens' weights for each of `STALENESS_BUCKETS`.
     `frac_ratio_below|above` against the clip bounds, and the part of them that loses gradient,
     `clip_frac_low|high|dual`. `kl_k1`, `kl_k3`, `chi2` from behaviour to policy. `mismatch_*` at staleness 0: proximal
     (policy where that is missing) against behaviour. Staleness by token and by sequence; `sqrt_t_*`; `zero_variance_*`
@@ -153,12 +157,12 @@ def _weights(record: Recorder, kind: str, w: torch.Tensor, log_w: torch.Tensor, 
     active = torch.where(mask, w, 0.0)
     if kind != "geo":
         record.add(lambda v: {f"{kind}_ess": EffectiveSampleSize(*v)}, active.sum(), active.square().sum(), mask.sum())
-    edges = torch.tensor(_LOG_EDGES, dtype=torch.float64, device=w.device)
+    edges = torch.tensor(LOG_EDGES, dtype=torch.float64, device=w.device)
     bins = torch.bucketize(log_w, edges, right=True)[mask]
-    counts = torch.bincount(bins, minlength=len(_LOG_EDGES) + 1)
+    counts = torch.bincount(bins, minlength=len(LOG_EDGES) + 1)
     record.add(lambda v: {f"{kind}_weight_histogram": Histogram(RATIO_EDGES, tuple(v))}, counts)
     found = quantiles(w[mask]).tolist()
-    return {f"{kind}_weight_p{round(100 * share)}": value for share, value in zip(QUANTILES, found, strict=True)}
+    return {f"{kind}_weight_{name}": value for name, value in zip(QUANTILES, found, strict=True)}
 
 
 def _clip_fractions(

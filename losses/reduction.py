@@ -11,6 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+_STEPS = tuple(1e-3 * 2.0 ** (k / 2) for k in range(29))
+LOG_EDGES = (*(-step for step in reversed(_STEPS)), *_STEPS)
+RATIO_EDGES = tuple(math.exp(edge) for edge in LOG_EDGES)
+"""[58] edges of the ratio histograms: log ratios from 0.001 to 16.4 nats in steps of sqrt(2), on both sides of 1."""
+
+STALENESS_BUCKETS: Mapping[str, int] = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9+": 9}
+"""name -> the least staleness in it, in optimizer steps, of the ratio histograms by staleness; in order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sum:

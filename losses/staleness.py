@@ -10,7 +10,17 @@ import torch
 from asyncrl.losses.inputs import LossInputs, Prepared
 from asyncrl.losses.ratios import log_ratio
 from asyncrl.losses.recording import Recorder
-from asyncrl.losses.reduction import Counts, EffectiveSampleSize, Max, Mean, Record
+from asyncrl.losses.reduction import (
+    LOG_EDGES,
+    RATIO_EDGES,
+    STALENESS_BUCKETS,
+    Counts,
+    EffectiveSampleSize,
+    Histogram,
+    Max,
+    Mean,
+    Record,
+)
 
 MAX_STALENESS_BUCKET = 64
 """Optimizer steps; older tokens are counted in this bucket, tokens newer than the weights being trained in -1."""
@@ -53,6 +63,7 @@ def record_staleness(
         w.new_full((size,), -torch.inf).scatter_reduce(0, bucket, w, "amax"),
     ]
     record.add(lambda v: _staleness_records(v, size), *columns)
+    record.add(_histograms, _ratio_counts(log_w, bucket - 1))
     _sequence_versions(record, p, version, staleness, weight_S)
 
     trainer = p.policy if p.proximal is None else p.proximal
@@ -78,6 +89,25 @@ def _staleness_records(numbers: Sequence[float], size: int) -> dict[str, Record]
         found[f"token_weight_max_staleness_{i - 1}"] = Max(top[i])
         found[f"kl_k3_staleness_{i - 1}"] = Mean(k3[i], count[i])
     return found
+
+
+def _ratio_counts(log_w: torch.Tensor, staleness: torch.Tensor) -> torch.Tensor:
+    """Return, for each of STALENESS_BUCKETS one after the other, how many ratios lie between LOG_EDGES.
+
+    What is newer than the weights being trained is counted with staleness 0.
+    """
+    bins = len(LOG_EDGES) + 1
+    edges = torch.tensor(LOG_EDGES, dtype=torch.float64, device=log_w.device)
+    least = torch.tensor([*STALENESS_BUCKETS.values()][1:], device=staleness.device)
+    place = torch.bucketize(staleness, least, right=True) * bins + torch.bucketize(log_w, edges, right=True)
+    return torch.bincount(place, minlength=bins * len(STALENESS_BUCKETS))
+
+
+def _histograms(counts: Sequence[float]) -> dict[str, Record]:
+    bins = len(LOG_EDGES) + 1
+    parts = {name: tuple(counts[i * bins : (i + 1) * bins]) for i, name in enumerate(STALENESS_BUCKETS)}
+    found = {name: Histogram(RATIO_EDGES, part) for name, part in parts.items() if any(part)}
+    return {f"token_weight_staleness_{name}_histogram": histogram for name, histogram in found.items()}
 
 
 def _sequence_records(numbers: Sequence[float], size: int) -> dict[str, Record]:

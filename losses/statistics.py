@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-QUANTILES = (0.5, 0.95, 0.99)
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+"""name -> share."""
 
 
-def quantiles(values: torch.Tensor, shares: Sequence[float] = QUANTILES) -> torch.Tensor:
+def quantiles(values: torch.Tensor, shares: Sequence[float] = tuple(QUANTILES.values())) -> torch.Tensor:
     """Return [len(shares)], linearly interpolated quantiles of `values` [n] of any n; NaN for n = 0."""
     if values.numel() == 0:
         return values.new_full((len(shares),), math.nan)

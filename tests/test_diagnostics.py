@@ -15,8 +15,7 @@ from test_loss_values import packed
 
 from asyncrl.errors import ConfigError, ShapeError
 from asyncrl.losses import LossInputs, diagnostics, finalise, reduce, top_ratios
-from asyncrl.losses.monitoring import RATIO_EDGES
-from asyncrl.losses.reduction import Counts, Growth, Histogram, Mean, Sum
+from asyncrl.losses.reduction import RATIO_EDGES, Counts, Growth, Histogram, Mean, Sum
 from asyncrl.losses.statistics import quantiles, rank_correlation
 from asyncrl.losses.text import compression_ratio, longest_run_share, repetition_n
 
@@ -129,6 +128,25 @@ def test_staleness_buckets_and_engine_mismatch(seed: int) -> None:
         weights = [math.exp(clamp(sequence_log_ratio(s))[0]) for s, at in zip(full, oldest, strict=True) if at == lag]
         assert found[f"seq_ess_staleness_{lag}"] == pytest.approx(ess(weights), rel=1e-10)
         assert found[f"seq_ess_staleness_{lag}_frac"] == pytest.approx(ess(weights) / len(weights), rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_ratios_histogram_is_kept_apart_by_staleness(seed: int) -> None:
+    batch = hard_batch(seed)
+    versions = versions_of(batch)
+    active = [(t, CURRENT - v) for t, v in zip(batch.tokens, versions, strict=True) if t.active]
+    records = diagnostics(packed(batch, versions=torch.tensor(versions), policy_version=CURRENT)).records
+    whole = records["token_weight_histogram"]
+    for name, lags in (("0", {0}), ("1", {1}), ("3-4", {3, 4})):
+        weights = sorted(math.exp(clamp(t.policy - t.behaviour)[0]) for t, at in active if at in lags)
+        found = records[f"token_weight_staleness_{name}_histogram"]
+        assert isinstance(found, Histogram)
+        assert sum(found.counts) == len(weights) > 0
+        assert found.quantile(0.5) >= weights[(len(weights) - 1) // 2]
+    assert "token_weight_staleness_2_histogram" not in records
+    assert isinstance(whole, Histogram)
+    parts = [r for n, r in records.items() if n.startswith("token_weight_staleness_") and isinstance(r, Histogram)]
+    assert tuple(map(sum, zip(*(part.counts for part in parts), strict=True))) == whole.counts
 
 
 def test_a_token_newer_than_the_weights_is_counted() -> None:
@@ -281,7 +299,7 @@ def test_rank_correlation_shares_ranks_between_ties() -> None:
 def test_quantiles_interpolate() -> None:
     values = torch.tensor([3.0, 1.0, 2.0, 10.0], dtype=torch.float64)
     assert quantiles(values, (0.0, 0.5, 1.0)).tolist() == [1.0, 2.5, 10.0]
-    assert quantiles(values[:1]).tolist() == [3.0] * 3
+    assert quantiles(values[:1]).tolist() == [3.0] * 4
 
 
 def test_repetition_of_tokens_and_text() -> None:

@@ -166,7 +166,7 @@ def test_rewards_that_are_huge_stay_finite(learner: Learner) -> None:
 # --- what a step reports ----------------------------------------------------------------------------------------
 
 WEIGHTS = [f"{kind}_{part}" for kind in ("importance_ratio", "seq_weight", "geo_weight")
-           for part in ("max", "min", "mean", "p50", "p95", "p99")]  # fmt: skip
+           for part in ("max", "min", "mean", "p50", "p95", "p99", "p999")]  # fmt: skip
 EVERYTHING = [
     *WEIGHTS,
     *("token_ess", "ess_token", "seq_ess", "seq_ess_frac"),

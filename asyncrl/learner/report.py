@@ -17,7 +17,8 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | overlong_shaped_share, overlong_penalty_mean | trajectories that length cost reward, and how much of all |
 | overlong_filtered_share | trajectories that were cut at a limit on tokens and are not trained on |
 | reward_kl, reward_kl_penalty_mean | behaviour to reference a token (k1, nats); what it cost a trajectory |
-| importance_ratio_max, _min, _mean, _p50, _p95, _p99 | policy / behaviour by token, before any clipping |
+| importance_ratio_max, _min, _mean, _p50, _p95, _p99, _p999 | policy / behaviour by token, before any clipping |
+| token_weight_staleness_BUCKET_histogram_pN_bound | their quantiles by staleness, at the edge above |
 | ess_token | effective sample size of the token ratios over their number |
 | clip_fraction_low, clip_fraction_high | tokens whose ratio passes a bound and loses gradient; 0.2 where none is set |
 | clipped_low_frac, clipped_high_frac, clipped_dual_frac | tokens whose gradient the loss itself zeroed by its bounds |
@@ -60,6 +61,7 @@ from asyncrl.learner.credit import Selection
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.losses import LossInputs, diagnostics, finalise, top_ratios
 from asyncrl.losses.reduction import Counts, Histogram, Record
+from asyncrl.losses.statistics import QUANTILES
 from asyncrl.losses.text import longest_run_share, repetition_n
 from asyncrl.types import Segment, Trajectory
 
@@ -70,7 +72,7 @@ _RENAMED = {
     "token_ess_frac": "ess_token",
     "clip_frac_low": "clip_fraction_low",
     "clip_frac_high": "clip_fraction_high",
-    **{f"token_weight_{part}": f"importance_ratio_{part}" for part in ("max", "min", "mean", "p50", "p95", "p99")},
+    **{f"token_weight_{part}": f"importance_ratio_{part}" for part in ("max", "min", "mean", *QUANTILES)},
 }
 """Names that `asyncrl.metrics` and users know, for the same numbers in `asyncrl.losses.diagnostics`."""
 
