@@ -13,8 +13,6 @@ from asyncrl.protocols import Environment, Sampler
 from asyncrl.status import EvaluationResult
 from asyncrl.types import PolicyVersion, Task, Trajectory
 
-_SOLVED = 1.0 - 1e-6  # environments without a `solved` part count as solved at full reward
-
 
 async def evaluate(
     environment: Environment,
@@ -73,5 +71,5 @@ async def evaluate(
 
 
 def is_solved(trajectory: Trajectory) -> bool:
-    """Tell whether an episode solved its task: its `solved` part, or else full reward."""
-    return trajectory.reward_parts.get("solved", trajectory.reward or 0.0) >= _SOLVED
+    """Tell whether an episode solved its task."""
+    return trajectory.is_solved

@@ -31,6 +31,7 @@ from asyncrl.engines import Canary, EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
+from asyncrl.metering import MeteredBackend
 from asyncrl.protocols import Environment, Sampler, SandboxBackend, StepResult
 from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
@@ -227,8 +228,8 @@ async def _watched(children: Mapping[Child, type[BoundaryError]]) -> AsyncIterat
 
 async def _open_environment(
     config: Config, directory: RunDirectory, renderer: ChatRenderer, stack: AsyncExitStack, say: Callable[[str], None]
-) -> tuple[Environment, SandboxBackend]:
-    """Return the environment and its sandboxes, whose walls have been tested."""
+) -> tuple[Environment, MeteredBackend]:
+    """Return the environment and its sandboxes, whose walls have been tested; what they do from now on is counted."""
     say("starting the sandboxes and testing their walls")
     sandboxes = await stack.enter_async_context(open_backend(config.sandbox, directory=directory.path / "sandboxes"))
     reached = [abuse for abuse in await self_test(sandboxes, only=abuse_names(main_only=True)) if not abuse.stopped]
@@ -237,9 +238,10 @@ async def _open_environment(
             "the sandbox does not stop what it must, so nothing is trained in it: "
             + "; ".join(f"{abuse.name} ({abuse.detail})" for abuse in reached)
         )
-    environment = load_environment(config.environment, renderer=renderer, sandboxes=sandboxes, seed=config.run.seed)
+    metered = MeteredBackend(sandboxes)
+    environment = load_environment(config.environment, renderer=renderer, sandboxes=metered, seed=config.run.seed)
     stack.push_async_callback(environment.aclose)
-    return environment, sandboxes
+    return environment, metered
 
 
 async def _start_learner(

@@ -366,7 +366,7 @@ class StepResult:
     version: PolicyVersion
     """After the step."""
     metrics: Mapping[str, float]
-    """Names as documented in `asyncrl.metrics`."""
+    """Names as documented in `asyncrl.learner.report`."""
     stepped: bool = True
     """False where the step was skipped (non-finite gradient norm, nothing to train on); the version still counts."""
     histograms: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)

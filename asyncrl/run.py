@@ -213,6 +213,11 @@ class Run:
         self._phase("stopped" if self._stop.is_set() else "finished")
 
     @property
+    def max_off_policyness(self) -> int:
+        """The largest staleness that is trained on, in optimizer steps."""
+        return self._settings.max_off_policyness
+
+    @property
     def num_unfinished(self) -> int:
         """Groups that were drawn and neither trained on nor dropped; a resumed run draws their tasks again."""
         return len(self._rollouts.open_draws)
@@ -298,6 +303,7 @@ class Run:
         for group in groups:
             if group.group_id in fresh:
                 self.status.select(Stage.TRAINED, group.trajectories, self.status.version)
+        self.status.tallies.count_trained(groups, result)
         self.status.count_step(result, staleness, num_groups=len(fresh), num_reused=len(groups) - len(fresh))
         self.ledger.train(fresh)
         await self._publish()

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.buffers import EpisodeFigures, SelectionStatistics, Stage
 from asyncrl.protocols import StepResult, SyncReport
+from asyncrl.tallies import Tallies
 from asyncrl.types import Completion, Group, PolicyVersion, Trajectory
 
 
@@ -87,6 +88,8 @@ class RunStatus:
     """reason -> groups that were generated and not trained on."""
     selection: SelectionStatistics = field(default_factory=SelectionStatistics)
     """Of the episodes of training: how far what is trained on lies from what was generated."""
+    tallies: Tallies = field(default_factory=Tallies)
+    """Of this process alone."""
     evaluations: list[EvaluationResult] = field(default_factory=list)
     last_step: Mapping[str, float] = field(default_factory=dict)
     last_warm_step: Mapping[str, float] = field(default_factory=dict)
@@ -101,6 +104,7 @@ class RunStatus:
 
     def count_group(self, group: Group) -> None:
         """Count how the group's episodes ended."""
+        self.tallies.count_group(group)
         self.trajectories.update(trajectory.status.value for trajectory in group.trajectories)
         retries = [trajectory.extras.get("retries") for trajectory in group.trajectories]  # as `asyncrl.rollout` notes
         self.episodes_retried += sum(number for number in retries if isinstance(number, int))
@@ -146,6 +150,7 @@ class RunStatus:
 
     def count_sync(self, reports: Sequence[SyncReport]) -> None:
         """Count one version's way into the engines; it is verified when every engine's digest agreed."""
+        self.tallies.count_sync(reports)
         self.weight_syncs += bool(reports)
         self.weight_syncs_verified += bool(reports) and all(report.verified for report in reports)
         for report in reports:

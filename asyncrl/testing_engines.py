@@ -170,6 +170,13 @@ class FakeServer:
                 return self._is_there and not self._broken and self.held == self.version
         return False
 
+    async def metrics(self) -> str:
+        """See `engines.Engine`."""
+        if self.hangs:
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+        return f'vllm:num_requests_waiting{{engine="0"}} {len(self._running)}.0\n' if self._is_there else ""
+
     async def generate(self, draft: Draft) -> None:
         """See `engines.Engine`."""
         with trio.CancelScope() as scope:

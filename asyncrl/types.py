@@ -153,6 +153,9 @@ class Segment:
     """name -> [L] float32, passed through unread to the loss, where one of your own finds it by its name."""
 
 
+_SOLVED = 1.0 - 1e-6  # a sum of parts that is full reward may lie below it by rounding
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One episode."""
@@ -180,6 +183,11 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens that the model sampled, over all segments."""
         return sum(sum(segment.loss_mask) for segment in self.segments)
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the episode solved its task: its `solved` part says so, or else full reward."""
+        return self.reward_parts.get("solved", self.reward or 0.0) >= _SOLVED
 
     @property
     def oldest_version(self) -> PolicyVersion | None:

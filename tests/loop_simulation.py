@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import trio
 import trio.testing
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
 from asyncrl.buffers import Amount, BufferSettings, GroupCommit, Journal, LostLine
 from asyncrl.checkpoint import CheckpointStore
+from asyncrl.metrics import Source, collector
 from asyncrl.resume_plan import plan_resumption
 from asyncrl.run import Limits, Parts, Recorder, Run
 from asyncrl.run_history import RunHistory
@@ -122,3 +126,21 @@ def audited(simulation: Simulation) -> Simulation:
     assert not audit.faults, audit.faults[:3]
     assert audit.num_audits > 300
     return simulation
+
+
+class Scrape:
+    """What a scrape of a run that has ended shows."""
+
+    def __init__(self, run: Run) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector(Source(run=run)))
+
+        async def read() -> list[Metric]:
+            return list(registry.collect())
+
+        metrics = trio.run(read, clock=trio.testing.MockClock())
+        self._values = {(s.name, *sorted(s.labels.items())): s.value for metric in metrics for s in metric.samples}
+
+    def __call__(self, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> float | None:
+        """Return a sample's value, None where it is absent."""
+        return self._values.get((name, *sorted(labels.items())))

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from loop_simulation import Simulation, audited, simulate
-from prometheus_client import CollectorRegistry
+from loop_simulation import Scrape, Simulation, audited, simulate
 from rich.console import Console
 
 from asyncrl import cli
 from asyncrl.buffers import DISCARDED, LOST, Amount, BufferSettings, Ledger, Order
-from asyncrl.metrics import RunCollector
 from asyncrl.progress import Progress
 from asyncrl.recording import RunRecorder, read_metrics
 from asyncrl.run import Limits
@@ -81,11 +79,10 @@ def test_what_a_resumed_run_begins_with_is_in_its_books(tmp_path: Path) -> None:
 
 def test_metrics_and_status_show_the_books(tmp_path: Path) -> None:
     simulation = simulate(Simulation(tmp_path, rates=_RATES, limits=Limits(steps=3)))
-    registry = CollectorRegistry()
-    registry.register(RunCollector(simulation.run))
+    scraped = Scrape(simulation.run)
 
     def value(state: str, unit: str) -> float | None:
-        return registry.get_sample_value(f"asyncrl_accounted_{unit}", {"state": state})
+        return scraped(f"asyncrl_accounted_{unit}", {"state": state})
 
     assert value("trained", "groups") == 12
     assert value("generated", "tokens") == simulation.engine.tokens_sampled

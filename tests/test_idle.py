@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from asyncrl.buffers import BufferSettings, Order
 from asyncrl.idle import EngineIdle, IdleClock, LearnerIdle
-from asyncrl.metrics import RunCollector
+from asyncrl.metrics import Source, collector
 from asyncrl.run import Limits
 from asyncrl.testing import Rates
 
@@ -55,7 +55,7 @@ def test_the_straggler_is_named_and_its_time_told_from_waiting_for_anybody(tmp_p
     simulation = Simulation(tmp_path, buffer=buffer, rates=_EXACT, limits=Limits(steps=2))
     simulation.environment.hanging = {"1-0"}.__contains__
     registry = CollectorRegistry()
-    registry.register(RunCollector(simulation.run))
+    registry.register(collector(Source(run=simulation.run)))
     seen: list[object] = []
 
     async def look() -> None:

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 from killed_runs import BUFFERS, FAILING, NUM_TASKS, RATES, Killed, check_end, kill_after, opened, run_until_killed
-from loop_simulation import Simulation, simulate
-from prometheus_client import CollectorRegistry
+from loop_simulation import Scrape, Simulation, simulate
 
 from asyncrl.buffers import Journal, Record, read_journal
 from asyncrl.buffers.journal import list_files
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
-from asyncrl.metrics import RunCollector
 from asyncrl.resume_plan import plan_resumption
 from asyncrl.run import Limits
 from asyncrl.run_history import read_history
@@ -86,10 +84,9 @@ def test_the_journal_is_freed_of_what_no_checkpoint_needs(tmp_path: Path) -> Non
         )
         simulate(simulation)
         written = journal.statistics()
-        registry = CollectorRegistry()
-        registry.register(RunCollector(simulation.run))
-        assert registry.get_sample_value("asyncrl_journal_bytes") == written.num_bytes
-        assert registry.get_sample_value("asyncrl_journal_syncs_total") == written.num_syncs > 20
+        scraped = Scrape(simulation.run)
+        assert scraped("asyncrl_journal_bytes") == written.num_bytes
+        assert scraped("asyncrl_journal_syncs_total") == written.num_syncs > 20
         assert written.num_bytes == sum(path.stat().st_size for path in list_files(tmp_path / "journal"))
     assert written.num_files < 20, "two checkpoints of two steps each, and what is under way"
     assert int(list_files(tmp_path / "journal")[0].stem) > written.next_position / 2

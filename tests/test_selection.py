@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from loop_simulation import Simulation, simulate
-from prometheus_client import CollectorRegistry
+from loop_simulation import Scrape, Simulation, simulate
 
 from asyncrl.buffers.selection import (
     Distribution,
@@ -19,7 +18,6 @@ from asyncrl.buffers.selection import (
     Stage,
     ks_distance,
 )
-from asyncrl.metrics import RunCollector
 from asyncrl.run import Limits
 
 
@@ -149,8 +147,7 @@ def test_a_run_counts_what_it_generates_trains_on_and_drops_and_goes_on_counting
     assert first.status.selection.distances()["fake", "reward", Stage.TRAINED].distance < 0.5
     second = simulate(Simulation(tmp_path, limits=Limits(steps=5), resume=True))
     assert counts(second)["trained"] == 5 * 4 * 4
-    registry = CollectorRegistry()
-    registry.register(RunCollector(second.run))
+    scraped = Scrape(second.run)
     labels = {"environment": "fake", "quantity": "tokens", "stage": "trained"}
     distance = second.status.selection.distances()["fake", "tokens", Stage.TRAINED].distance
-    assert registry.get_sample_value("asyncrl_selection_distance_ratio", labels) == distance
+    assert scraped("asyncrl_selection_distance_ratio", labels) == distance

@@ -17,7 +17,7 @@ from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.demonstrations import Demonstrations
 from asyncrl.errors import ConfigError, LearnerError, leaves
-from asyncrl.metrics import RunCollector
+from asyncrl.metrics import Source, collector
 from asyncrl.progress import Progress
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.status import RunStatus
@@ -272,7 +272,7 @@ def test_a_terminal_shows_the_steps_and_a_scrape_the_phase(tmp_path: Path) -> No
         warmed.run.status.phase = "warm start"
         samples.update(
             ((sample.name, sample.labels.get("phase", "")), sample.value)
-            for family in RunCollector(warmed.run).collect()
+            for family in collector(Source(run=warmed.run)).collect()
             for sample in family.samples
         )
 

@@ -33,13 +33,14 @@ from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
 from asyncrl.engines import EnginePool
 from asyncrl.errors import ConfigError
-from asyncrl.metrics import EngineCollector, RunCollector
+from asyncrl.metering import MeteredBackend
+from asyncrl.metrics import Sampled, Source, collector
 from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.processes import open_parts
 from asyncrl.progress import Progress
 from asyncrl.recording import RunRecorder
 from asyncrl.resume_plan import Resumption, plan_resumption
-from asyncrl.run import Limits, Run
+from asyncrl.run import Limits, Parts, Run
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_history import opened_journal
 from asyncrl.run_journal import RunJournal
@@ -176,11 +177,7 @@ async def _train(
                     console.print(note, highlight=False, soft_wrap=True)
                 progress.watch(run)
                 recorder.watch(run)
-                registry = CollectorRegistry()
-                registry.register(RunCollector(run))
-                if isinstance(parts.engines, EnginePool):
-                    registry.register(EngineCollector(parts.engines.statistics))
-                await beside.start(serve, make_asgi_app(registry), listener)
+                await beside.start(serve, _metrics_app(run, parts, directory, beside), listener)
                 gc.freeze()  # what is here stays: full collections, which stall the loop, need not walk over it
                 await run.train()
                 summary = recorder.finish(run, wall_seconds=trio.current_time() - started)
@@ -193,6 +190,23 @@ async def _train(
         console.print("stopped before its end; go on with --resume", highlight=False)
         return 130
     return 0
+
+
+def _metrics_app(run: Run, parts: Parts, directory: RunDirectory, beside: trio.Nursery) -> Any:
+    """Return the ASGI app that Prometheus asks; what must be looked at between scrapes is, in `beside`."""
+    pool = parts.engines if isinstance(parts.engines, EnginePool) else None
+    sandboxes = parts.queues.get("sandboxes")
+    sampled = Sampled(directory.path)
+    beside.start_soon(sampled.watch, pool.read_metrics if pool else None)
+    source = Source(
+        run=run,
+        engines=pool.statistics if pool else None,
+        sandboxes=sandboxes if isinstance(sandboxes, MeteredBackend) else None,
+        sampled=sampled,
+    )
+    registry = CollectorRegistry()
+    registry.register(collector(source))
+    return make_asgi_app(registry)
 
 
 def _limits(config: Config) -> Limits:

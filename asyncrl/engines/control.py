@@ -51,6 +51,14 @@ class ControlRoutes:
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
 
+    async def metrics(self) -> str:
+        """Return the server's own metrics in Prometheus' text form; empty where they cannot be had."""
+        try:
+            response = await self._client.get("/metrics")
+        except httpx.HTTPError:
+            return ""
+        return response.text if response.status_code == 200 else ""
+
     async def answers(self, path: str, body: Mapping[str, Any] | None = None) -> bool:
         """Tell whether a route answers that it did what was asked."""
         try:

@@ -131,6 +131,10 @@ class Engine(Protocol):
         """Return what the server makes of the canary's text. Raises: EngineError."""
         ...
 
+    async def metrics(self) -> str:
+        """Return the server's own metrics as Prometheus' text; empty where it has none. Not bounded in time."""
+        ...
+
     def withdraw(self, reason: str) -> None:
         """End every running request as a failure, so that it goes on elsewhere."""
         ...

@@ -125,6 +125,20 @@ class EnginePool:
             tokens_carried=self._tokens_carried,
         )
 
+    async def read_metrics(self, timeout_s: float) -> Mapping[str, str]:
+        """Return by an engine's name what its server says of itself; those are missing that do not answer in time."""
+        texts: dict[str, str] = {}
+
+        async def read(member: Member) -> None:
+            with trio.move_on_after(timeout_s):
+                if text := await member.engine.metrics():
+                    texts[member.name] = text
+
+        async with trio.open_nursery() as nursery:
+            for member in self._roster.members:
+                nursery.start_soon(read, member)
+        return texts
+
     @property
     def version(self) -> PolicyVersion:
         """The oldest version that any engine in service holds, or any engine where none is."""

@@ -219,6 +219,10 @@ class VLLMEngine:
                 return not self._broken and _held(reports) == {self.version} and self._is_ours(reports)
         return False
 
+    async def metrics(self) -> str:
+        """See `Engine`."""
+        return await self.control.metrics()
+
     # --- sampling ---------------------------------------------------------------------------------------------
 
     async def generate(self, draft: Draft) -> None:
