@@ -265,6 +265,9 @@ def _check_scrape(lines: Sequence[str]) -> None:
     assert values["asyncrl_policy_version"] >= 1
     assert values["asyncrl_tokens_generated_total"] > 0
     assert values["asyncrl_importance_ratio_max"] > 0
+    assert values['asyncrl_engine_generation_tokens_total{engine="engine 0"}'] > 0, "what the engine says of itself"
+    assert values['asyncrl_memory_bytes{role="learner"}'] > 2**27
+    assert values["asyncrl_disk_free_bytes"] > 0
     assert sum(value for name, value in values.items() if name.startswith("asyncrl_phase{")) == 1
 
 
