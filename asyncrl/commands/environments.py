@@ -2,8 +2,13 @@
 
   asyncrl environments list
   asyncrl environments show configs/demo.toml [TASK]
+  asyncrl environments show --tasks harbor:my_tasks [TASK]
+  asyncrl environments run --tasks harbor:my_tasks TASK --solution
   asyncrl environments validate configs/demo.toml --keep verdicts.jsonl
   asyncrl environments demonstrations configs/sft_then_rl.toml --out runs/demonstrations.jsonl
+
+`run` opens a task in a sandbox, applies its reference with `--solution`, grades it and prints the verdict; exit code 0
+where it is solved, 1 where it is not. Tasks are those of a configuration, or of a set that `--tasks` names.
 
 `validate` runs every task, held-out ones included, in sandboxes: the unfixed code must fail, the reference solution
 must pass every time, and the agent must find no hidden test, no reference, no history, no secret and no network. Exit
@@ -29,9 +34,19 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
+from asyncrl.coding.bundled import TASK_SETS, task_set_class
 from asyncrl.coding.hygiene import TaskVerdict
+from asyncrl.coding.tasks import BringsCodingTasks
 from asyncrl.coding.verdict_file import VerdictFile
 from asyncrl.commands.arguments import add_config_arguments
+from asyncrl.commands.coding_tasks import (
+    add_task_arguments,
+    described,
+    named_set,
+    require_one_source,
+    run_task,
+    show_set,
+)
 from asyncrl.configs import Config, load_config
 from asyncrl.demonstrations import Demonstrating, write_demonstrations
 from asyncrl.environments import ENVIRONMENTS
@@ -42,19 +57,25 @@ from asyncrl.preflight import check_model
 from asyncrl.processes import open_tasks
 from asyncrl.rollout import Episode
 
-HELP = "list, show and validate tasks; write demonstrations"
+HELP = "list, show, run and validate tasks; write demonstrations"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     verbs = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listing = verbs.add_parser("list", help="name the environments that come with asyncrl")
+    listing = verbs.add_parser("list", help="name the environments and sets of coding tasks that come with asyncrl")
     listing.add_argument("--json", action="store_true", help="print JSON, for programs")
     listing.set_defaults(command=_list)
-    showing = verbs.add_parser("show", help="print a configuration's tasks, or one with its prompt")
-    add_config_arguments(showing)
+    showing = verbs.add_parser("show", help="print the ids of tasks, or one task with all that it holds")
+    add_task_arguments(showing)
     showing.add_argument("task", nargs="?", metavar="TASK", help="a task id; all ids when left out")
     showing.set_defaults(command=_show)
+    running = verbs.add_parser("run", help="grade one coding task as it stands, or with its reference")
+    add_task_arguments(running)
+    running.add_argument("task", metavar="TASK", help="a task id")
+    running.add_argument("--solution", action="store_true", help="apply the task's reference first")
+    running.add_argument("--json", action="store_true", help="print JSON, for programs")
+    running.set_defaults(command=_run)
     validating = verbs.add_parser("validate", help="prove that unfixed code fails and reference solutions pass")
     add_config_arguments(validating)
     validating.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -79,15 +100,30 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
-        print(json.dumps(ENVIRONMENTS, indent=2))
+        print(json.dumps({"environments": ENVIRONMENTS, "task_sets": dict(TASK_SETS)}, indent=2))
         return 0
+    print("environments, by [environment] name:")
     for name, path in ENVIRONMENTS.items():
-        summary = (environment_class(path).__doc__ or "").strip().splitlines()[0]
-        print(f"{name}: {summary} ({path})")
+        print(f"  {name}: {_summary(environment_class(path))} ({path})")
+    print("sets of coding tasks, by --tasks or the option tasks of coding_agent:")
+    for name, path in TASK_SETS.items():
+        print(f"  {name}: {_summary(task_set_class(name))} ({path})")
     return 0
 
 
+def _summary(kind: type) -> str:
+    return (kind.__doc__ or "").strip().splitlines()[0]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    require_one_source(arguments)
+    return trio.run(run_task, arguments)
+
+
 def _show(arguments: argparse.Namespace) -> int:
+    require_one_source(arguments)
+    if arguments.tasks is not None:
+        return show_set(named_set(arguments.tasks, arguments.set)[0], arguments.task)
     config = load_config(arguments.config, arguments.set)
     check_model(config.model.path)
     return trio.run(_show_tasks, config, arguments.task)
@@ -108,6 +144,8 @@ async def _show_tasks(config: Config, task_id: str | None) -> int:
         print(renderer.decode(prompt, keep_special=True))
         print(f"\n# {len(prompt)} tokens; what the task holds:")
         print(json.dumps(tasks[task_id].data, indent=2))
+        if isinstance(environment, BringsCodingTasks):
+            print(f"\n# as a coding task:\n{described(environment.task_set.task(task_id))}")
         return 0
 
 
