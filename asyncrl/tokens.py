@@ -59,7 +59,8 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._name = name
-        self._template_text = template or ""
+        self.template_text = template or ""
+        """The chat template, for who must know what it says."""
         self.end_token_ids = frozenset(end_token_ids)
         """Ids with which a reply ends."""
         self.vocab_size = vocab_size if vocab_size is not None else tokenizer.get_vocab_size(with_added_tokens=True)
@@ -148,36 +149,22 @@ class ChatRenderer:
             name=str(directory),
         )
 
-    def start(
-        self,
-        messages: Sequence[Message],
-        *,
-        reply_prefix: str = "",
-        note: str = "",
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> TokenIds:
+    def start(self, messages: Sequence[Message], *, reply_prefix: str = "", note: str = "") -> TokenIds:
         """Return the prompt's ids, up to where the assistant's reply begins.
 
         `reply_prefix` is the beginning of the reply, put into the model's mouth: context, never trained on. A `note` is
-        added to the last message of the user, as a paragraph of its own. `tools` are what the template may offer.
+        added to the last message of the user, as a paragraph of its own.
         Raises: EnvironmentFault where a note finds no message of the user whose content is text.
         """
         noted = _with_note(messages, note) if note else messages
-        return TokenIds(self._encode(self._render(noted, tools)) + self._encode(reply_prefix))
+        return TokenIds(self._encode(self._render(noted)) + self._encode(reply_prefix))
 
-    def extend(
-        self,
-        messages_after: Sequence[Message],
-        *,
-        ended: bool,
-        reply_prefix: str = "",
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> TokenIds:
+    def extend(self, messages_after: Sequence[Message], *, ended: bool, reply_prefix: str = "") -> TokenIds:
         """Return the ids to append after a sampled reply so that the reply to `messages_after` follows.
 
         `ended` tells whether the sampled ids end with an end token; where not, the closing tokens are added.
         """
-        ids = self._encode(self._after_reply(messages_after, tools))
+        ids = self._encode(self._after_reply(messages_after))
         if ended:
             end = next((i for i, token_id in enumerate(ids) if token_id in self.end_token_ids), None)
             if end is not None:
@@ -192,11 +179,6 @@ class ChatRenderer:
         """Return the ids of plain text; nothing is added."""
         return self._encode(text)
 
-    @property
-    def template_text(self) -> str:
-        """The chat template, for who must know what it can say."""
-        return self._template_text
-
     def token_ids_of(self, text: str) -> tuple[int, ...]:
         """Return the single tokens that are `text`, alone or with white space around it; none where there are none."""
         forms = [before + text + after for before in ("", " ", "\n") for after in ("", "\n", "\n\n")]
@@ -206,18 +188,17 @@ class ChatRenderer:
     def _encode(self, text: str) -> TokenIds:
         return TokenIds(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _render(self, messages: Sequence[Message]) -> str:
         self.require_template()
         assert self._template is not None
-        offered = {"tools": list(tools)} if tools else {}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **offered, **self._variables)
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template of {self._name} refuses the messages: {error}") from error
 
-    def _after_reply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _after_reply(self, messages: Sequence[Message]) -> str:
         before = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": _PROBE}]
-        text = self._render([*before, *messages], tools)
+        text = self._render([*before, *messages])
         if text.count(_PROBE) != 1:
             raise ConfigError(
                 f"the chat template of {self._name} drops or repeats the assistant's turns: it cannot be used"

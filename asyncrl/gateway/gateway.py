@@ -1,0 +1,290 @@
+"""The gateway: an HTTP face before the engines, for agents that know a base URL and a key and nothing of asyncrl.
+
+Every rollout has a session. Its requests come by its path (`/sessions/ID/v1/...`) or by its key alone (`/v1/...`); what
+they sample is recorded, and becomes the session's trajectory. They go to the sampler that the session was opened with:
+in a run that is the run's own, so that bounds, versions, retries and the journal are those of every other rollout.
+
+A stream begins when its completion is whole. What an agent has seen is then what is recorded, whichever engine died and
+whichever weights were disowned meanwhile.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import secrets
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import trio
+
+from asyncrl.errors import EnvironmentFault
+from asyncrl.gateway import anthropic, openai, vllm
+from asyncrl.gateway.admission import CacheUse
+from asyncrl.gateway.fields import Fields
+from asyncrl.gateway.http import Answer, ErrorBody, Handler, Refused, Request, Route, Routes, json_answer
+from asyncrl.gateway.http import openai_error as _openai_error
+from asyncrl.gateway.model import ServedModel
+from asyncrl.gateway.record import Record
+from asyncrl.gateway.server import HTTPServer
+from asyncrl.gateway.session import Session
+from asyncrl.gateway.settings import GatewaySettings
+from asyncrl.protocols import Sampler
+from asyncrl.tokens import ChatRenderer
+from asyncrl.types import Task
+
+_Face = Callable[[ServedModel, Session, Fields], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayStatistics:
+    """What the gateway is doing and has done."""
+
+    sessions: int
+    running: int
+    """Requests that are being answered."""
+    answered: int
+    refused: dict[int, int]
+    """By HTTP status."""
+    sessions_ended: dict[str, int]
+    """By what became of them; "left" where whoever opened one neither closed nor failed it."""
+
+
+class Gateway:
+    """Sessions and their faces. `serve` answers; `session` opens one.
+
+    Example:
+        >>> gateway = Gateway(renderer, GatewaySettings(), temperature=1.0, max_model_len=2048)  # doctest: +SKIP
+        >>> async with trio.open_nursery() as nursery:                                           # doctest: +SKIP
+        ...     await nursery.start(gateway.serve, listen("127.0.0.1", 0, setting="[gateway] port"))
+        ...     async with gateway.session(sampler, task=task, trajectory_id="7-0") as session:
+        ...         await run_agent(session.base_url, session.token)
+        ...         trajectory = session.close(reward=1.0)
+    """
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        settings: GatewaySettings,
+        *,
+        temperature: float,
+        max_model_len: int,
+        model_name: str = "policy",
+        cache_use: CacheUse | None = None,
+    ) -> None:
+        self.model = ServedModel.of(
+            renderer, settings, temperature=temperature, max_model_len=max_model_len, name=model_name
+        )
+        self.token = f"gateway-{secrets.token_urlsafe(24)}"
+        """Opens every session, and what only the operator may do."""
+        self.url = ""
+        """Where agents reach it; "" until it serves."""
+        self._settings = settings
+        self._cache_use = cache_use
+        self._by_id: dict[str, Session] = {}
+        self._by_token: dict[str, Session] = {}
+        self._running = self._answered = 0
+        self._refused: Counter[int] = Counter()
+        self._ended: Counter[str] = Counter()
+
+    async def serve(
+        self,
+        listener: socket.socket,
+        *,
+        routes: Sequence[Route] = (),
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Answer requests until cancelled; takes the socket over. `routes` are further ones."""
+        host, port = listener.getsockname()[:2]
+        self.url = self._settings.public_url.rstrip("/") or f"http://{host}:{port}"
+        server = HTTPServer(Routes([*self.routes(), *routes]).answer, stalled_client_s=self._settings.stalled_client_s)
+        async with trio.open_nursery() as nursery:
+            if self._cache_use is not None:
+                nursery.start_soon(self._cache_use.watch)
+            await server.serve(listener, task_status=task_status)
+
+    def statistics(self) -> GatewayStatistics:
+        """Return the present counts."""
+        return GatewayStatistics(
+            sessions=len(self._by_id),
+            running=self._running,
+            answered=self._answered,
+            refused=dict(self._refused),
+            sessions_ended=dict(self._ended),
+        )
+
+    # --- sessions ---------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def session(
+        self, sampler: Sampler, *, task: Task, trajectory_id: str, deadline_s: float = math.inf
+    ) -> AsyncIterator[Session]:
+        """Open a session for one rollout; on leaving, nothing more is answered for it.
+
+        `deadline_s` from now its requests end and further ones are refused; what it recorded can still be closed.
+        Raises: EnvironmentFault where the gateway does not serve.
+        """
+        session = self.open(sampler, task=task, trajectory_id=trajectory_id, deadline_s=deadline_s)
+        try:
+            yield session
+        finally:
+            self.forget(session)
+
+    def open(self, sampler: Sampler, *, task: Task, trajectory_id: str, deadline_s: float = math.inf) -> Session:
+        """Return a new session, which the caller must `forget`. Raises: EnvironmentFault."""
+        if not self.url:
+            raise EnvironmentFault("the gateway does not serve: nobody could reach the session")
+        record = Record(end_token_ids=self.model.renderer.end_token_ids, vocab_size=self.model.renderer.vocab_size)
+        session = Session(
+            sampler,
+            record,
+            task=task,
+            trajectory_id=trajectory_id,
+            url=self.url,
+            deadline_s=deadline_s,
+            max_requests=self._settings.max_session_requests,
+        )
+        self._by_id[session.session_id] = self._by_token[session.token] = session
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Answer nothing more for a session, and hold nothing of it."""
+        self._ended[session.outcome or "left"] += 1
+        session.stop("whoever opened it has left it")
+        del self._by_id[session.session_id], self._by_token[session.token]
+
+    def session_of(self, request: Request) -> Session:
+        """Return the session that a request may speak for. Raises: Refused."""
+        token = _token_of(request)
+        session_id = request.parameters.get("session")
+        if session_id is None:
+            if (session := self._by_token.get(token)) is None:
+                raise Refused(401, "the key is missing, or of no session that is open")
+            return session
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise Refused(404, f"there is no session {session_id[:64]!r}, or it is over", code="no_session")
+        if not (hmac.compare_digest(token.encode(), session.token.encode()) or self.is_operator(request)):
+            raise Refused(401, "the key is missing, or of another session")
+        return session
+
+    def is_operator(self, request: Request) -> bool:
+        """Whether a request carries the gateway's own token."""
+        return hmac.compare_digest(_token_of(request).encode(), self.token.encode())
+
+    def need_operator(self, request: Request) -> None:
+        """Raise Refused unless a request carries the gateway's own token."""
+        if not self.is_operator(request):
+            raise Refused(401, "this needs the gateway's own token")
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def routes(self) -> list[Route]:
+        """Return the faces' routes, each by key and by path."""
+        faces: list[tuple[str, str, _Face, ErrorBody]] = [
+            ("POST", "/v1/chat/completions", openai.chat, _openai_error),
+            ("POST", "/v1/completions", openai.completions, _openai_error),
+            ("POST", "/v1/messages", anthropic.messages, anthropic.anthropic_error),
+            ("POST", "/generate", vllm.generate, _openai_error),
+            ("POST", "/inference/v1/generate", vllm.inference_generate, _openai_error),
+        ]
+        others: list[tuple[str, str, Handler]] = [
+            ("GET", "/v1/models", self._models),
+            ("POST", "/tokenize", self._tokenize),
+            ("POST", "/detokenize", self._detokenize),
+            ("GET", "/health", self._health),
+        ]
+        found = [
+            Route(method=method, path=path, handler=self._answering(face), error_body=self._counted(error_body))
+            for method, path, face, error_body in faces
+        ]
+        found += [
+            Route(method=method, path=path, handler=handler, error_body=self._counted(_openai_error))
+            for method, path, handler in others
+        ]
+        by_path = [
+            Route(method=r.method, path=f"/sessions/{{session}}{r.path}", handler=r.handler, error_body=r.error_body)
+            for r in found
+        ]
+        return [*found, *by_path]
+
+    def _counted(self, error_body: ErrorBody) -> ErrorBody:
+        def body(refused: Refused) -> object:
+            self._refused[refused.status] += 1
+            return error_body(refused)
+
+        return body
+
+    def _answering(self, face: _Face) -> Handler:
+        async def answer(request: Request) -> Answer:
+            session = self.session_of(request)
+            self._admit(session)
+            fields = await self.fields(request)
+            with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
+                found = await face(self.model, session, fields)
+            self._answered += 1
+            return found
+
+        return answer
+
+    def _admit(self, session: Session) -> None:
+        if session.has_begun or self._cache_use is None or self._cache_use.has_room:
+            return
+        raise Refused(
+            429,
+            f"the engines' caches are {self._cache_use.least:.0%} full (max_cache_use of [gateway]): sessions that "
+            "have begun go first",
+            code="engines_full",
+            retry_after_s=1,
+        )
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        if self._running >= self._settings.max_requests:
+            raise Refused(
+                503,
+                f"the gateway answers {self._running} requests already (max_requests of [gateway])",
+                code="overloaded",
+                retry_after_s=1,
+            )
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def fields(self, request: Request) -> Fields:
+        """Return a request's body as fields. Raises: Refused."""
+        settings = self._settings
+        body = await request.body(max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+        return Fields(body)
+
+    def _know(self, request: Request) -> None:
+        if not self.is_operator(request):
+            self.session_of(request)
+
+    async def _models(self, request: Request) -> Answer:
+        self._know(request)
+        return openai.models(self.model)
+
+    async def _tokenize(self, request: Request) -> Answer:
+        self._know(request)
+        return await openai.tokenize(self.model, await self.fields(request))
+
+    async def _detokenize(self, request: Request) -> Answer:
+        self._know(request)
+        return openai.detokenize(self.model, await self.fields(request))
+
+    async def _health(self, request: Request) -> Answer:
+        return json_answer({})
+
+
+def _token_of(request: Request) -> str:
+    """Return the key that a request carries, as OpenAI's or as Anthropic's clients send it; "" without one."""
+    bearer: str = request.headers.get("authorization", "")
+    if bearer.lower().startswith("bearer "):
+        return bearer[len("bearer ") :].strip()
+    return request.headers.get("x-api-key", "")
