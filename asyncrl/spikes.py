@@ -139,7 +139,7 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
 def _decoded(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return the row with text in place of ids, and its numbers in five figures."""
     token = {name: _short(value) for name, value in row.items() if name not in ("before", "after")}
-    token["text"] = decode([row["token_id"]])
+    token["text"] = decode([row["token_id"]]) or f"[token {row['token_id']}]"
     token["before"] = decode(row["before"])[-_CHARACTERS_BEFORE:]
     token["after"] = decode(row["after"])[:_CHARACTERS_AFTER]
     return token

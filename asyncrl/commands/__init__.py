@@ -1,6 +1,18 @@
 """The verbs of the command line: one module each, with `HELP`, `add_arguments(parser)` and `main(arguments) -> int`."""
 
-from asyncrl.commands import bench, check, environments, evaluate, plot, sandbox, simulate, spikes, status, train
+from asyncrl.commands import (
+    bench,
+    check,
+    environments,
+    evaluate,
+    plot,
+    report,
+    sandbox,
+    simulate,
+    spikes,
+    status,
+    train,
+)
 
 COMMANDS = {
     "train": train,
@@ -12,6 +24,7 @@ COMMANDS = {
     "environments": environments,
     "sandbox": sandbox,
     "plot": plot,
+    "report": report,
     "bench": bench,
 }
 """Name on the command line -> module."""
