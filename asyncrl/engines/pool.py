@@ -14,7 +14,7 @@ from asyncrl.engines.line import Line
 from asyncrl.engines.roster import Member, Roster
 from asyncrl.engines.settings import EngineSettings
 from asyncrl.engines.supervision import StartServer, Supervisor
-from asyncrl.errors import EngineError, WeightMismatch, WeightSyncError
+from asyncrl.errors import ConfigError, EngineError, WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
 
@@ -89,6 +89,9 @@ class EnginePool:
         self._roster = Roster(engines, outage_timeout_s=settings.outage_timeout_s)
         self._line = Line(self._roster)
         self._requests_moved = self._tokens_carried = 0
+        self._nursery: trio.Nursery | None = None
+        self._kept: dict[str, trio.CancelScope] = {}
+        """By an engine's name, what ends its being kept in service."""
 
     async def serve(
         self,
@@ -105,16 +108,66 @@ class EnginePool:
         started again, or none serves for too long.
         """
         self._roster.say = say
-        supervisor = Supervisor(self._roster, self._settings, say)
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             for member in self._roster.members:
-                nursery.start_soon(supervisor.keep, member, (starts or {}).get(member.name))
+                nursery.start_soon(self._keep, member, (starts or {}).get(member.name))
             while not all(member.has_served for member in self._roster.members):
                 await self._roster.wait_changed()
             task_status.started()
             while True:
                 await self._roster.wait_serving()
                 await self._roster.wait_changed()
+
+    async def _keep(self, member: Member, start: StartServer | None) -> None:
+        """Keep an engine in service until it is removed."""
+        with trio.CancelScope() as self._kept[member.name]:
+            await Supervisor(self._roster, self._settings, self._roster.say).keep(member, start)
+        async with member.changing:  # a pull under way speaks over its connections
+            await member.engine.aclose()
+
+    async def add(self, engine: Engine, start: StartServer | None = None) -> None:
+        """Take one more engine, and return when it serves; it gets the newest weights first. The pool must be served.
+
+        Raises: ConfigError where its name is taken; EngineError, WeightSyncError where it does not come into service:
+        it is then left out again.
+        """
+        assert self._nursery is not None, "the pool is not served"
+        member = self._roster.add(engine)
+        failures: list[EngineError | WeightSyncError] = []
+
+        async def keep() -> None:
+            try:
+                await self._keep(member, start)
+            except WeightMismatch:
+                raise
+            except (EngineError, WeightSyncError) as error:
+                if member.has_served:
+                    raise
+                failures.append(error)
+                self._roster.drop(member, str(error))
+                await member.engine.aclose()
+
+        self._nursery.start_soon(keep)
+        while not member.has_served and not failures:
+            await self._roster.wait_changed()
+        if failures:
+            raise failures[0]
+
+    def remove(self, name: str) -> None:
+        """Let an engine go; what its requests have sampled goes on in the others. One that was started here is ended.
+
+        Raises: ConfigError where there is no such engine, or no other one that serves.
+        """
+        member = next((member for member in self._roster.members if member.name == name), None)
+        if member is None:
+            known = ", ".join(member.name for member in self._roster.members)
+            raise ConfigError(f"there is no engine {name!r}; there are {known}")
+        if not [other for other in self._roster.serving if other is not member]:
+            raise ConfigError(f"{name} cannot be removed: no other engine serves")
+        self._roster.drop(member, "it is removed")
+        self._kept.pop(name).cancel()
+        member.engine.withdraw("it is removed")
 
     def statistics(self) -> PoolStatistics:
         """Return what the engines are doing."""

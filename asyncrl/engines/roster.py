@@ -8,7 +8,7 @@ from dataclasses import replace
 import trio
 
 from asyncrl.engines.engine import Engine, EngineStatistics, Health
-from asyncrl.errors import EngineError, WeightMismatch
+from asyncrl.errors import ConfigError, EngineError, WeightMismatch
 from asyncrl.protocols import SyncReport
 from asyncrl.types import PolicyVersion, WeightManifest
 
@@ -143,6 +143,24 @@ class Roster:
         finally:
             member.reading = None
             self._note_change()
+
+    # --- who there is -----------------------------------------------------------------------------------------
+
+    def add(self, engine: Engine) -> Member:
+        """Return the place of one more engine, which does not serve yet. Raises: ConfigError for a name twice."""
+        if any(member.name == engine.name for member in self.members):
+            raise ConfigError(f"there is an engine {engine.name!r} already")
+        member = Member(engine)
+        self.members = (*self.members, member)
+        self._note_change()
+        return member
+
+    def drop(self, member: Member, reason: str) -> None:
+        """Forget an engine."""
+        self.take_out(member, reason)
+        self.members = tuple(other for other in self.members if other is not member)
+        self._note_change()
+        self.on_change()
 
     # --- health -----------------------------------------------------------------------------------------------
 
