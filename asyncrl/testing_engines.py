@@ -64,6 +64,8 @@ class FakeServer:
         """The tensor of a version that is another than was published, if any: it then serves what it held."""
         self.canary: Sequence[float] = ()
         """What it makes of the canary's text."""
+        self.cache_use = 0.0
+        """The share of its cache of keys and values that it says is used."""
         self.pull_s = rates.sync_s
         """How long a pull takes."""
         self.starts: list[tuple[int, bool]] = []
@@ -175,7 +177,12 @@ class FakeServer:
         if self.hangs:
             await trio.sleep_forever()
         await trio.lowlevel.checkpoint()
-        return f'vllm:num_requests_waiting{{engine="0"}} {len(self._running)}.0\n' if self._is_there else ""
+        if not self._is_there:
+            return ""
+        return (
+            f'vllm:num_requests_waiting{{engine="0"}} {len(self._running)}.0\n'
+            f'vllm:kv_cache_usage_perc{{engine="0"}} {self.cache_use}\n'
+        )
 
     async def generate(self, draft: Draft) -> None:
         """See `engines.Engine`."""

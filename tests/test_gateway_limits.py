@@ -58,6 +58,7 @@ def test_a_body_that_grows_too_large_is_refused(tmp_path: Path) -> None:
     gateway_rig.run(tmp_path, body, settings=SMALL)
 
 
+@pytest.mark.slow
 def test_a_gzip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         bomb = gzip.compress(b" " * (32 * MIB), compresslevel=1)
@@ -201,6 +202,7 @@ async def stalled_client(rig: Rig) -> trio.SocketStream:
 HUGE = ["x" * 4000] * 16
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_holds_nobody_up_and_is_let_go(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         stalled = await stalled_client(rig)
@@ -217,6 +219,7 @@ def test_a_client_that_stops_reading_holds_nobody_up_and_is_let_go(tmp_path: Pat
     gateway_rig.run(tmp_path, body, settings=GatewaySettings(stalled_client_s=0.1), replies=HUGE)
 
 
+@pytest.mark.slow
 def test_a_client_that_stops_reading_does_not_hold_up_the_end(tmp_path: Path) -> None:
     """The rig's end cancels the server, and fails after a minute where that does not end."""
 
@@ -271,6 +274,7 @@ def test_a_client_that_asks_whether_it_may_send_is_told_so(tmp_path: Path) -> No
     gateway_rig.run(tmp_path, body)
 
 
+@pytest.mark.slow
 def test_sessions_that_have_begun_go_before_new_ones_where_the_caches_are_full(tmp_path: Path) -> None:
     uses = [0.5]
 

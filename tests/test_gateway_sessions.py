@@ -131,6 +131,7 @@ def test_a_session_that_does_not_exist_is_404_and_one_that_is_over_410(tmp_path:
     gateway_rig.run(tmp_path, body)
 
 
+@pytest.mark.slow
 def test_requests_end_at_the_deadline_and_what_was_recorded_can_be_graded(tmp_path: Path) -> None:
     async def body(rig: Rig) -> None:
         async with rig.gateway.session(

@@ -1,7 +1,9 @@
 """The gateway: an HTTP face before the engines, whose sessions become trajectories."""
 
+from asyncrl.gateway.admission import CacheUse, cache_use_of
 from asyncrl.gateway.gateway import Gateway, GatewayStatistics
 from asyncrl.gateway.http import Answer, Refused, Request, Route, Routes, json_answer
+from asyncrl.gateway.operating import Operating, shown_trajectory
 from asyncrl.gateway.record import Record
 from asyncrl.gateway.server import HTTPServer
 from asyncrl.gateway.session import Session
@@ -9,11 +11,13 @@ from asyncrl.gateway.settings import ForeignSampling, GatewaySettings, ToolForma
 
 __all__ = [
     "Answer",
+    "CacheUse",
     "ForeignSampling",
     "Gateway",
     "GatewaySettings",
     "GatewayStatistics",
     "HTTPServer",
+    "Operating",
     "Record",
     "Refused",
     "Request",
@@ -21,5 +25,7 @@ __all__ = [
     "Routes",
     "Session",
     "ToolFormat",
+    "cache_use_of",
     "json_answer",
+    "shown_trajectory",
 ]

@@ -6,10 +6,15 @@ fewer tokens a second.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
+from asyncrl.engines import EnginePool
+
+_USE = re.compile(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.MULTILINE)
+_LOOK_S = 2.0  # for engines to say how full they are; one that does not is not counted
 _INTERVAL_S = 1.0  # caches fill over seconds; each look costs every engine a page of text
 
 
@@ -37,3 +42,14 @@ class CacheUse:
             if self._limit < 1.0:
                 self.least = min(await self._look(), default=0.0)
             await trio.sleep(_INTERVAL_S)
+
+
+def cache_use_of(pool: EnginePool, *, limit: float) -> CacheUse:
+    """Return how full the caches of a pool's engines are, by their own metrics; of several ranks the fullest counts."""
+
+    async def look() -> list[float]:
+        texts = await pool.read_metrics(_LOOK_S)
+        found = ([float(use) for use in _USE.findall(text)] for text in texts.values())
+        return [max(uses) for uses in found if uses]
+
+    return CacheUse(look, limit=limit)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 import trio
@@ -64,7 +64,8 @@ class Request:
     ) -> None:
         """`read` returns the next piece of the body, and b"" once it has come whole; None where there is none."""
         self.method = method
-        self.path, _, self._query = target.partition("?")
+        path, _, self._query = target.partition("?")
+        self.path = unquote(path)
         self.parameters: dict[str, str] = {}
         """What the route's `{names}` stand for."""
         self.headers = headers
