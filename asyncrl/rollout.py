@@ -108,6 +108,8 @@ class Grade:
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    """Figures by name, for the metrics. Those called paid_NAME are the terms whose sum the reward is; their shares of
+    its variance are then reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,6 +125,7 @@ class Config:
         self._check_group_deadline()
         self._check_warm_start()
         self._check_teacher()
+        self._check_sandboxes()
         pays = getattr(resolve_options(self.environment), "pays_turns", None)
         if self.learner.credit.level == "turn" and pays is False:
             raise ConfigError(
@@ -175,6 +176,14 @@ class Config:
             f"{self.environment.name!r}{part} may take by its own episode_timeout_s + grading_timeout_s "
             f"([environment.options]): what these would still have graded would be masked, got {deadline:g} ([buffer])"
         )
+
+    def _check_sandboxes(self) -> None:
+        held = getattr(resolve_options(self.environment), "sandboxes_held", 0)
+        if held >= self.sandbox.max_open:
+            raise ConfigError(
+                f"max_open = {self.sandbox.max_open} ([sandbox]) must be above the {held} that episodes hold at a time "
+                "(max_open in [environment.options]): they wait for judges, which need sandboxes too"
+            )
 
     def _check_warm_start(self) -> None:
         if self.warm_start.max_tokens > self.engine.max_model_len:

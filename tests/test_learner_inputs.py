@@ -216,6 +216,25 @@ def test_repetition_truncation_and_parts_of_the_reward_are_what_they_say(learner
         assert (found["reward_part_solved_mean"], found["reward_part_solved_std"]) == (1.0, 0.0)
 
 
+def test_the_rewards_variance_is_shared_out_among_its_terms(learner: Learner) -> None:
+    terms = [(1.0, 0.0), (1.0, 0.2), (0.0, 0.3), (0.0, 0.1)]
+    segments = [make_segment([1, 2], [([3 + i], [])]) for i in range(4)]
+    group = make_group(0, segments, [sum(term) for term in terms])
+    for place, (solved, style) in enumerate(terms):
+        group = renewed(group, place, reward_parts={"paid_solved": solved, "paid_style": style, "solved": solved})
+    found = step(learner, [group]).metrics
+    shares = {name: value for name, value in found.items() if name.startswith("reward_variance_share_")}
+    # rewards 1.0, 1.2, 0.3, 0.1 have the mean 0.65 and the variance 0.2125; Cov(solved, reward) is 0.225
+    assert shares == {
+        "reward_variance_share_solved": pytest.approx(0.225 / 0.2125),
+        "reward_variance_share_style": pytest.approx(-0.0125 / 0.2125),
+    }
+    learner._stepper.version = 0
+    same = make_group(0, segments, [0.1] * 4)
+    found = step(learner, [renewed(same, 0, reward_parts={"paid_solved": 0.1})]).metrics
+    assert not any(name.startswith("reward_variance_share_") for name in found)
+
+
 def test_turns_that_touch_are_completions_of_their_own(learner: Learner) -> None:
     joined = make_segment([1], [([7] * 4, [])])
     turns = (TurnSpan(start=1, end=3), TurnSpan(start=3, end=5))

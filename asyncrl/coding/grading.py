@@ -81,7 +81,10 @@ class Grader:
         for command in checks.collect:
             _require_working(await sandbox.exec(with_variables(["bash", "-c", command], task.variables)))
         limits = replace(checks.limits or task.limits, wall_s=checks.timeout_s)
-        crossing = await cross(self._backend, task, checks, sandbox)
+        try:
+            crossing = await cross(self._backend, task, checks, sandbox)
+        except UnsafeFilesError as error:  # the agent's doing, and so no reason to mask its work
+            return Verdict(reward=0.0, solved=False, refused={task.work: str(error)}, detail="the files did not cross")
         async with (
             crossing.work as files,
             await self._backend.prepare(checks.files, executable=list(checks.files)) as tests,

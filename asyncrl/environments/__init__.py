@@ -6,6 +6,7 @@ __all__ = ["ENVIRONMENTS", "EnvironmentSettings", "load_environment", "resolve_o
 
 ENVIRONMENTS = {
     "bugfix": "asyncrl.environments.bugfix:BugFixEnvironment",
+    "coding_agent": "asyncrl.environments.coding_agent:CodingAgentEnvironment",
     "humanevalfix": "asyncrl.environments.humanevalfix:HumanEvalFixEnvironment",
     "mixed": "asyncrl.environments.mixed:MixedEnvironment",
     "single_turn": "asyncrl.environments.single_turn:SingleTurnEnvironment",

@@ -86,6 +86,9 @@ def convert_options(kind: Any, options: Mapping[str, Any], *, owner: str, where:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"allowed: {', '.join(sorted(known)) or 'none'}"
             raise ConfigError(f"unknown option {key!r} of {owner}; {hint} ({where})")
+        if dataclasses.is_dataclass(hints[key]) and isinstance(value, Mapping):  # msgspec passes over unknown names
+            values[key] = convert_options(hints[key], value, owner=owner, where=f"{where.removesuffix(']')}.{key}]")
+            continue
         try:
             values[key] = msgspec.convert(value, hints[key], dec_hook=_to_path)
         except msgspec.ValidationError as error:

@@ -87,6 +87,11 @@ class MixedSettings:
         found = (getattr(resolve_options(settings_of(part)), "max_episode_tokens", 0) for part in self.parts)
         return max(found)
 
+    @property
+    def sandboxes_held(self) -> int:
+        """Of all parts together."""
+        return sum(getattr(resolve_options(settings_of(part)), "sandboxes_held", 0) for part in self.parts)
+
 
 def _longest_episode_s(part: MixedPart) -> float:
     return float(getattr(resolve_options(settings_of(part)), "longest_episode_s", 0.0))

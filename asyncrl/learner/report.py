@@ -26,6 +26,7 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | repetition_mean, repetition_max | by completion: 1 - distinct 3-grams / all 3-grams |
 | longest_run_share_mean, longest_run_share_max | by completion: longest run of one token / length |
 | reward_part_NAME_mean, reward_part_NAME_std | of each part that the environment gave |
+| reward_variance_share_NAME | of the reward's variance over trajectories, from the part paid_NAME; they sum to 1 |
 | bad_logprobs_positive, _nonfinite, _floor | behaviour log-probs that cannot be right, see losses/LOSSES.md |
 | entropy_coef | of the entropy term in this step's loss |
 | staleness_max, staleness_mean | optimizer steps, over the trained tokens |
@@ -96,7 +97,8 @@ def describe(selection: Selection) -> dict[str, float]:
         metrics["reward_std"] = float(rewards.std(correction=0))
         metrics["turns_mean"] = sum(t.num_turns for t in selection.trajectories) / len(rewards)
         metrics["truncated_share"] = sum(t.truncated for t in selection.trajectories) / len(rewards)
-        metrics |= _reward_parts(selection.trajectories) | _repetition(selection.trajectories)
+        metrics |= _reward_parts(selection.trajectories) | _variance_shares(selection.trajectories)
+        metrics |= _repetition(selection.trajectories)
     if batch.num_loss_tokens:
         metrics["advantage_abs_mean"] = float(batch.advantages[batch.loss_mask].abs().mean())
     return metrics
@@ -109,6 +111,24 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         values = torch.tensor([t.reward_parts[name] for t in trajectories if name in t.reward_parts])
         found[f"reward_part_{name}_mean"] = float(values.double().mean())
         found[f"reward_part_{name}_std"] = float(values.double().std(correction=0))
+    return found
+
+
+def _variance_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return Cov(part, reward) / Var(reward) of each part that is a term of the reward: which of them it teaches.
+
+    Terms are called paid_NAME and sum to the reward, so the shares sum to 1 where no trainer's own term was added; a
+    negative one belongs to a term that works against the others. None where all rewards are equal.
+    """
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    if rewards.max() == rewards.min():  # the variance itself may be a rounding error above 0
+        return {}
+    variance = float(rewards.var(correction=0))
+    found: dict[str, float] = {}
+    for name in sorted({name for t in trajectories for name in t.reward_parts if name.startswith("paid_")}):
+        paid = torch.tensor([t.reward_parts.get(name, 0.0) for t in trajectories], dtype=torch.float64)
+        covariance = float(((paid - paid.mean()) * (rewards - rewards.mean())).mean())
+        found[f"reward_variance_share_{name.removeprefix('paid_')}"] = covariance / variance
     return found
 
 

@@ -1,0 +1,315 @@
+"""Coding agents: many turns over one sandbox, tools in it, and a judge outside it.
+
+[environment]
+name = "coding_agent"
+
+[environment.options]
+tasks = "templates"
+calls = "native"
+
+An episode has a sandbox from before its first turn until it is graded, and that is closed on every path. It ends when
+the agent submits, when a limit is reached, or when its time is over, and is graded as it stands in each of these cases;
+where the sandbox itself fails, it is begun again, and masked if that happens too often.
+
+Of several calls in a reply all are carried out, in order, up to one that submits; each has its answer. A malformed one
+is answered by what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from asyncrl.coding.bundled import load_task_set
+from asyncrl.coding.grading import Grader
+from asyncrl.coding.places import begin_step
+from asyncrl.coding.rewards import Conduct, pay
+from asyncrl.coding.shelf import Shelf
+from asyncrl.coding.tasks import CodingTask, TaskStep
+from asyncrl.coding.tool_use import ToolUser
+from asyncrl.coding.tools import CallFormat, Malformed, ToolCall, describe_tools, read_calls, tool_schemas, write_call
+from asyncrl.coding.verdicts import Verdict
+from asyncrl.environments.coding_settings import CodingAgentSettings, read_template
+from asyncrl.errors import EnvironmentFault, SandboxError
+from asyncrl.protocols import SandboxBackend
+from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, StepOutcome, TaskSource, boundary
+from asyncrl.tokens import ChatRenderer, Message
+from asyncrl.types import Task, TrajectoryStatus
+
+# A fix of the same length in the same second has the old one's size and time, and Python would run the old bytecode.
+_VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1"}
+_MAX_NAMES = 40  # of a task's files in its prompt
+_OPENING = {CallFormat.NATIVE: "<tool_call>\n", CallFormat.FENCED: "```"}
+_CLOSING = {CallFormat.NATIVE: "</tool_call>", CallFormat.FENCED: "```"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What one episode's agent has to do, and has done."""
+
+    task: CodingTask
+    user: ToolUser
+    untouched: Sequence[Verdict]
+    began: float
+    """On trio's clock, the present step."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Of the steps that are over, in order."""
+    over: bool = False
+    """Whether the last of `verdicts` ends the work: nothing is left to be judged."""
+    num_calls: int = 0
+    """Carried out, or refused by their tool."""
+    num_malformed: int = 0
+    behaviour: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def step(self) -> TaskStep:
+        """What is asked for now."""
+        return self.task.steps[len(self.verdicts)]
+
+
+class CodingAgentEnvironment(MultiTurnEnvironment):
+    """Asks for work on a task's files, which an agent does by calling tools. See the module."""
+
+    name = "coding_agent"
+    settings_type = CodingAgentSettings
+
+    def __init__(
+        self, settings: CodingAgentSettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int = 0
+    ) -> None:
+        """Raises: ConfigError for a set of tasks, or a template, that cannot be had."""
+        self._set = load_task_set(settings.tasks, settings.task_options, seed=seed)
+        if settings.template:
+            renderer = renderer.with_template(read_template(settings.template))
+        self._template_tells = settings.calls is CallFormat.NATIVE and renderer.takes_tools
+        if self._template_tells:
+            renderer = renderer.with_tools(tool_schemas())
+        super().__init__(
+            renderer=renderer,
+            tasks=TaskSource(
+                lambda epoch: self._named(self._set.training_ids(epoch)), seed=seed, epochs=settings.epochs
+            ),
+            held_out=self._named(self._set.held_out_ids()),
+            settings=settings,
+        )
+        self.settings = settings
+        if settings.begin_in_call:
+            self.reply_prefix = _OPENING[settings.calls]
+            self.stop_token_ids = renderer.token_ids_of(_CLOSING[settings.calls])
+        self._wall = sandboxes.wall
+        self._grader = Grader(sandboxes)
+        self._shelf = Shelf(
+            self._set,
+            sandboxes,
+            self._grader,
+            max_open=settings.max_open,
+            judges_untouched=settings.reward.partial_weight > 0,
+        )
+
+    def _named(self, task_ids: Sequence[str]) -> list[Task]:
+        return [Task(task_id=task_id, environment=self.name) for task_id in task_ids]
+
+    def all_tasks(self) -> Sequence[Task]:
+        """Return every task that can be told beforehand, of both splits."""
+        return self._named(self._set.all_ids())
+
+    async def aclose(self) -> None:
+        """Give up what tasks and judges share."""
+        await self._shelf.aclose()
+        await self._grader.aclose()
+
+    # --- an episode -------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def holding(self, episode: Episode) -> AsyncIterator[None]:
+        """Hold the sandbox in which the episode's work is done."""
+        async with self._shelf.opened(episode.task.task_id) as (task, sandbox, untouched):
+            self._check_times(task)
+            await begin_step(sandbox, task, task.steps[0])
+            times = [step.agent_timeout_s for step in task.steps]
+            episode.time_limit_s = sum(math.inf if time is None else time for time in times)
+            episode.extras["wall"] = self._wall
+            episode.notes["work"] = Work(
+                task=task,
+                user=ToolUser(
+                    sandbox=sandbox,
+                    variables={**_VARIABLES, **task.variables},
+                    shown_characters=self.settings.output_characters,
+                ),
+                untouched=untouched,
+                began=trio.current_time(),
+            )
+            yield
+
+    def _check_times(self, task: CodingTask) -> None:
+        """Refuse a task whose judge could be cut short, which would mask what it is the judge of."""
+        longest = max(getattr(step.checks, "timeout_s", 0.0) for step in task.steps)
+        if longest >= self.settings.grading_timeout_s:
+            raise EnvironmentFault(
+                f"{task.task_id}: its checks may take {longest:g} s, and grading_timeout_s = "
+                f"{self.settings.grading_timeout_s:g} must be more ([environment.options])"
+            )
+
+    def start(self, episode: Episode) -> Sequence[Message]:
+        """Return the prompt: the tools, the limits, the instruction, and what files there are."""
+        work = episode.notes.get("work")
+        task = work.task if work is not None else self._shelf.task(episode.task.task_id)
+        told = self._told()
+        asked = f"{task.steps[0].instruction.strip()}\n\n{self._files_shown(task)}"
+        if not self.settings.system:
+            return [{"role": "user", "content": f"{told}\n\n{asked}"}]
+        return [
+            {"role": "system", "content": f"{self.settings.system}\n\n{told}"},
+            {"role": "user", "content": asked},
+        ]
+
+    def _told(self) -> str:
+        limits = (
+            f"You have {self.limits.max_turns} replies and {self.settings.max_tool_calls} calls. A command may take "
+            f"{self.settings.tool_timeout_s:g} s. Of an output of more than {self.settings.output_characters} "
+            "characters only the beginning and the end are shown."
+        )
+        return limits if self._template_tells else f"{describe_tools(self.settings.calls)}\n{limits}"
+
+    def _files_shown(self, task: CodingTask) -> str:
+        names = sorted(task.files)
+        listed = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
+        shown = [f"Files in {task.work}: {listed or 'none'}"]
+        left = self.settings.shown_file_characters
+        for name in names:
+            text = task.files[name].decode(errors="backslashreplace")
+            if len(text) <= left:
+                left -= len(text)
+                shown.append(f"{name}:\n{text.rstrip()}")
+        return "\n".join(shown)
+
+    async def step(self, episode: Episode, text: str) -> StepOutcome:
+        """Carry out the calls of a reply, and answer each."""
+        work: Work = episode.notes["work"]
+        answers: list[str] = []
+        for call in read_calls(self._said(episode, text), self.settings.calls):
+            if isinstance(call, Malformed):
+                work.num_malformed += 1
+                answers.append(f"error: {call.reason}")
+            elif work.num_calls == self.settings.max_tool_calls:
+                return StepOutcome(done=True, status=TrajectoryStatus.TRUNCATED_TURNS)
+            elif call.name == "submit":
+                work.num_calls += 1
+                return await self._end_step(episode, work, answers)
+            else:
+                work.num_calls += 1
+                answers.append(await self._use(work, call))
+        limit = work.step.agent_timeout_s
+        if limit is not None and trio.current_time() >= work.began + limit:
+            return await self._end_step(episode, work, [])
+        return StepOutcome(done=False, messages=self._answers(answers))
+
+    def _said(self, episode: Episode, text: str) -> str:
+        """Return a reply's text; in the model's own format with its special tokens, which calls may be made of."""
+        if self.settings.calls is CallFormat.FENCED:
+            return text
+        token_ids = list(episode.turns[-1].completion.token_ids)
+        while token_ids and token_ids[-1] in self.renderer.end_token_ids:
+            token_ids.pop()
+        return self.reply_prefix + self.renderer.decode(token_ids, keep_special=True)
+
+    async def _use(self, work: Work, call: ToolCall) -> str:
+        wall_s = min(self.settings.tool_timeout_s, work.task.limits.wall_s)
+        result = await work.user.use(call, wall_s=wall_s)
+        return result.shown
+
+    def _answers(self, answers: Sequence[str]) -> list[Message]:
+        if self._template_tells:
+            return [{"role": "tool", "content": answer} for answer in answers]
+        if self.settings.calls is CallFormat.NATIVE:
+            answers = [f"<tool_response>\n{answer}\n</tool_response>" for answer in answers]
+        return [{"role": "user", "content": "\n".join(answers)}]
+
+    async def _end_step(self, episode: Episode, work: Work, answers: Sequence[str]) -> StepOutcome:
+        """End the present step of the task; ask the next one, where there is one and this one came to enough."""
+        if len(work.verdicts) + 1 == len(work.task.steps):
+            return StepOutcome(done=True)  # it is judged after the agent's time
+        step = work.step
+        verdict = await self._judge(work)
+        work.verdicts.append(verdict)
+        found = verdict.rewards or {"reward": verdict.reward}
+        if verdict.tampered or any(found.get(name, -math.inf) < least for name, least in step.min_reward.items()):
+            work.over = True
+            return StepOutcome(done=True)
+        await begin_step(work.user.sandbox, work.task, work.step)
+        work.began = trio.current_time()
+        asked: Message = {"role": "user", "content": work.step.instruction.strip()}
+        return StepOutcome(done=False, messages=[*(self._answers(answers) if answers else []), asked])
+
+    async def _judge(self, work: Work) -> Verdict:
+        """Return the verdict on the present step; a judge's sandbox that failed is replaced by another one."""
+        for _ in range(self.limits.max_retries):
+            async with boundary(SandboxError):
+                return await self._grader.grade(work.task, work.step, work.user.sandbox)
+        return await self._grader.grade(work.task, work.step, work.user.sandbox)
+
+    async def grade(self, episode: Episode) -> Grade:
+        """Judge the step that the agent was at, as it stands, and pay for all of them."""
+        work: Work = episode.notes["work"]
+        if not work.over:
+            work.verdicts.append(await self._judge(work))
+            work.over = True
+        num_turns = len(episode.turns)
+        conduct = Conduct(
+            num_calls=work.num_calls + work.num_malformed,
+            num_malformed=work.num_malformed,
+            num_turns=num_turns,
+            max_turns=self.limits.max_turns,
+            num_tokens=sum(len(turn.completion.token_ids) for turn in episode.turns),
+            max_tokens=min(self.limits.max_turns * self.limits.max_tokens, self.limits.max_episode_tokens),
+        )
+        reward, parts = pay(work.task, work.verdicts, work.untouched, conduct, self.settings.reward)
+        episode.extras |= {
+            "steps": len(work.verdicts),
+            "tool_calls": work.num_calls,
+            "malformed": work.num_malformed,
+            "verdicts": [verdict.detail for verdict in work.verdicts],
+        }
+        for name, found in (("flaky", "flaky"), ("refused", "refused")):
+            values = [value for verdict in work.verdicts for value in getattr(verdict, found)]
+            if values:
+                episode.extras[name] = values
+        return Grade(reward=reward, parts=parts)
+
+    # --- what is told besides ---------------------------------------------------------------------------------
+
+    def teacher_note(self, episode: Episode) -> str:
+        """Return the reference of the first step, as a teacher is told it."""
+        return "This is correct:\n" + self._solving(self._shelf.task(episode.task.task_id))
+
+    def _solving(self, task: CodingTask) -> str:
+        """Return the calls that solve the first step. Raises: EnvironmentFault where the task does not say it so."""
+        reference = task.steps[0].reference
+        if reference is None or reference.script:
+            raise EnvironmentFault(f"{task.task_id} has no reference that is files, which could be shown")
+        calls = [
+            ToolCall(name="write", arguments={"path": path, "content": data.decode()})
+            for path, data in reference.files.items()
+        ]
+        return "\n".join(write_call(call, self.settings.calls) for call in calls)
+
+    def demonstrations(self) -> Iterator[Sequence[Message]]:
+        """Yield a conversation for each training task of one step: its reference is written, then submitted."""
+        for task_id in self._set.training_ids(0):
+            task = self._shelf.task(task_id)
+            reference = task.steps[0].reference
+            if len(task.steps) > 1 or reference is None or reference.script:
+                continue
+            asked = self.start(Episode(trajectory_id="demonstration", task=self._named([task_id])[0]))
+            answers = [f"wrote {len(data)} bytes to {path}" for path, data in reference.files.items()]
+            submit = write_call(ToolCall(name="submit"), self.settings.calls)
+            yield [
+                *asked,
+                {"role": "assistant", "content": self._solving(task)},
+                *self._answers(answers),
+                {"role": "assistant", "content": submit},
+            ]

@@ -1,0 +1,109 @@
+"""What may be set about coding agents, and the chat template for models that have none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.coding.bundled import resolve_task_options
+from asyncrl.coding.rewards import RewardSettings
+from asyncrl.coding.tools import CallFormat
+from asyncrl.errors import ConfigError
+from asyncrl.rollout import RolloutSettings
+
+_WHERE = "[environment.options]"
+
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "### {{ message.role | capitalize }}\n{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}### Assistant\n{% endif %}"
+)
+"""For base models: titled paragraphs, and the model's own end token after a reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodingAgentSettings(RolloutSettings):
+    """Which tasks are asked, how the agent calls its tools, within which limits, and how it is paid."""
+
+    tasks: str = "templates"
+    """A name of the TASK_SETS table, or "package.module:Class"."""
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    """The set's own settings."""
+    max_turns: int = 12
+    max_tokens: int = 512
+    max_episode_tokens: int = 4096
+    episode_timeout_s: float = 600.0
+    grading_timeout_s: float = 900.0
+    """Of the judging of one step; more than the task's own checks may take."""
+    max_tool_calls: int = 24
+    """Of an episode, malformed ones not included; one more ends it, to be graded as it stands."""
+    tool_timeout_s: float = 30.0
+    """Seconds after which one command is ended, where the task's own limit is not shorter."""
+    output_characters: int = 4000
+    """That are shown of an output; of a longer one, half of them from either end."""
+    calls: CallFormat = CallFormat.NATIVE
+    """How tools are called: "native" is JSON between tool_call tags, which the model's template explains where it
+    takes tools; "fenced" is blocks between fences, for models that never learnt the other."""
+    begin_in_call: bool = False
+    """Replies begin behind an opening fence, or tag, that is put there for the model, and end with the closing one
+    where that is one of the model's tokens: one call a reply, and no words besides."""
+    template: str = ""
+    """The chat template: empty for the model's own, "plain" for one that needs nothing of the model, or a file."""
+    system: str = "You work on code in a sandbox, by calling tools."
+    """System message, before the tools and limits; where it is empty, those stand in the user's first message."""
+    shown_file_characters: int = 0
+    """Of the task's files, in the order of their names, those that fit into so many characters are in the prompt."""
+    max_open: int = 32
+    """Episodes that have a sandbox at a time, others wait; below max_open of [sandbox], since judges need some too."""
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    """Weights of the reward's parts."""
+    epochs: int = 0
+    """Times that each training task is asked before the tasks are used up; 0 never ends."""
+
+    @property
+    def pays_turns(self) -> bool:
+        """Whether single turns have rewards: they have none."""
+        return False
+
+    @property
+    def sandboxes_held(self) -> int:
+        """Sandboxes that episodes hold while they wait for others."""
+        return self.max_open
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError for a value out of range."""
+        RolloutSettings.__post_init__(self)
+        resolve_task_options(self.tasks, self.task_options)
+        least = {
+            "max_tool_calls": 1,
+            "output_characters": 80,  # less shows neither what failed nor where
+            "shown_file_characters": 0,
+            "max_open": 1,
+            "epochs": 0,
+        }
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{name} must be >= {lowest}, got {getattr(self, name)} ({_WHERE})")
+        if not (math.isfinite(self.tool_timeout_s) and 0 < self.tool_timeout_s <= self.episode_timeout_s):
+            raise ConfigError(
+                f"tool_timeout_s must be > 0 and at most episode_timeout_s = {self.episode_timeout_s:g}, got "
+                f"{self.tool_timeout_s} ({_WHERE})"
+            )
+
+
+def read_template(name: str) -> str:
+    """Return the text of a template by its setting. Raises: ConfigError where there is no such file."""
+    if name == "plain":
+        return PLAIN_TEMPLATE
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f'template = {name!r} is neither "plain" nor a file that can be read: {error} ({_WHERE})'
+        ) from None

@@ -1,0 +1,551 @@
+"""Episodes of coding agents: a script says what the model says, everything else is real."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import test_judge
+import test_verifier
+import trio
+from coding_tasks import FIXED, UNFIXED
+from sandboxes import processes_with, with_backend
+from scripted import TEMPLATE, Reply, ScriptedSampler, write_chat_files
+
+from asyncrl.coding.tools import CallFormat, ToolCall, write_call
+from asyncrl.configs import Config
+from asyncrl.configs.loader import build
+from asyncrl.environments import EnvironmentSettings, load_environment
+from asyncrl.environments.coding_agent import CodingAgentEnvironment
+from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.protocols import Sandbox, SandboxBackend
+from asyncrl.rollout import Episode
+from asyncrl.tokens import ChatRenderer
+from asyncrl.types import Task, Trajectory, TrajectoryStatus
+
+pytestmark = pytest.mark.slow
+
+T = TypeVar("T")
+SUBMIT = "```submit\n```"
+FIX = f"```write double.py\n{FIXED}```"
+HALF = "```write half.py\ndef half(x):\n    return x // 2\n```"
+WRONG = "```write double.py\ndef double(x):\n    return 2 * x if x < 7 else 0\n```"
+
+
+def run(command: str) -> str:
+    return f"```run\n{command}\n```"
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    return ChatRenderer.load(write_chat_files(tmp_path_factory.mktemp("model")))
+
+
+def environment_of(backend: SandboxBackend, renderer: ChatRenderer, **options: Any) -> CodingAgentEnvironment:
+    options = {"tasks": "coding_tasks:Kinds", "calls": "fenced", "max_episode_tokens": 100_000, **options}
+    settings = EnvironmentSettings(name="coding_agent", options={"max_tokens": 8000, **options})
+    found = load_environment(settings, renderer=renderer, sandboxes=backend, seed=0)
+    assert isinstance(found, CodingAgentEnvironment)
+    return found
+
+
+class Recording:
+    """A backend that remembers the sandboxes which it opened."""
+
+    def __init__(self, backend: SandboxBackend) -> None:
+        self._backend = backend
+        self.opened: list[Sandbox] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    async def open(self, *args: Any, **more: Any) -> Sandbox:
+        self.opened.append(await self._backend.open(*args, **more))
+        return self.opened[-1]
+
+
+class Played:
+    """An episode that was played, and what the agent was asked and answered."""
+
+    def __init__(self, trajectory: Trajectory, renderer: ChatRenderer) -> None:
+        self.trajectory = trajectory
+        self.text = "".join(renderer.decode(s.token_ids, keep_special=True) for s in trajectory.segments)
+        self.parts = trajectory.reward_parts
+        self.extras = trajectory.extras
+
+    @property
+    def answers(self) -> list[str]:
+        """What the agent read after each reply but the last."""
+        return [part.partition("</s>")[0] for part in self.text.split("<|user|>")[2:]]
+
+
+def play(
+    renderer: ChatRenderer,
+    directory: Path,
+    script: Sequence[Reply] | Callable[[str, int], Reply],
+    *,
+    task: str = "calls",
+    group_size: int = 1,
+    beside: Callable[[Recording], Awaitable[None]] | None = None,
+    recording: type[Recording] | None = None,
+    sandboxes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[Played]:
+    """Return episodes in which the model says what `script` says, while `beside` does what it does."""
+
+    def reply(trajectory_id: str, turn: int) -> Reply:
+        return script(trajectory_id, turn) if callable(script) else script[turn % len(script)]
+
+    async def use(backend: SandboxBackend) -> list[Played]:
+        recorded = (recording or Recording)(backend)
+        environment = environment_of(recorded, renderer, **options)
+        try:
+            async with trio.open_nursery() as nursery:
+                if beside is not None:
+                    nursery.start_soon(beside, recorded)
+                trajectories = await environment.collect_trajectories(
+                    Task(task_id=task, environment="coding_agent"),
+                    ScriptedSampler(renderer, reply),
+                    group_id="7",
+                    group_size=group_size,
+                )
+        finally:
+            await environment.aclose()
+        assert backend.statistics().open == 0, "every sandbox is closed"
+        return [Played(trajectory, renderer) for trajectory in trajectories]
+
+    return with_backend(use, directory, **(sandboxes or {}))
+
+
+# --- what is paid ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["calls", "pytest", "script"])
+def test_a_solution_is_paid_whatever_judges_it(renderer: ChatRenderer, tmp_path: Path, task: str) -> None:
+    (played,) = play(renderer, tmp_path, [run("cat double.py"), FIX, SUBMIT], task=task)
+    assert played.trajectory.status is TrajectoryStatus.COMPLETED
+    assert played.trajectory.reward == 1.0
+    assert (played.parts["solved"], played.parts["paid_solved"], played.parts["tool_calls"]) == (1.0, 1.0, 3.0)
+    assert played.answers == [f"exit code 0\n{UNFIXED}", f"wrote {len(FIXED)} bytes to double.py"]
+    assert played.extras["wall"].startswith("bubblewrap")
+
+
+def test_what_the_untouched_files_pass_is_not_paid_and_is_found_out_once(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    def script(trajectory_id: str, turn: int) -> Reply:
+        return [{"7-0": WRONG, "7-1": "```read notes.txt\n```"}.get(trajectory_id, FIX), SUBMIT][turn]
+
+    opened = []
+
+    async def use(backend: SandboxBackend) -> Sequence[Trajectory]:
+        environment = environment_of(backend, renderer, reward={"partial_weight": 0.3})
+        task = Task(task_id="calls", environment="coding_agent")
+        for group_id in ("7", "8"):
+            before = backend.statistics().opened
+            found = await environment.collect_trajectories(
+                task, ScriptedSampler(renderer, script), group_id=group_id, group_size=3
+            )
+            opened.append(backend.statistics().opened - before)
+            if group_id == "7":
+                trajectories = found
+        await environment.aclose()
+        return trajectories
+
+    wrong, nothing, fixed = with_backend(use, tmp_path)
+    assert wrong.reward == pytest.approx(0.3 / 3)  # one of three checks that fail at first
+    assert wrong.reward_parts["partial"] == pytest.approx(1 / 3)
+    assert (nothing.reward, fixed.reward) == (0.0, 1.0)
+    assert opened == [3 + 3 + 2, 3 + 3], (
+        "an agent's and a judge's each, and the untouched files in the first group only"
+    )
+
+
+def test_auxiliary_parts_are_paid_by_their_weights(renderer: ChatRenderer, tmp_path: Path) -> None:
+    weights = {"partial_weight": 0.0, "checks_weight": 0.1, "format_weight": 0.2, "brevity_weight": 0.4}
+    solved, failed = play(
+        renderer,
+        tmp_path,
+        lambda trajectory_id, turn: [FIX if trajectory_id == "7-0" else "no call", SUBMIT][turn],
+        group_size=2,
+        max_turns=5,
+        reward={**weights, "length_weight": 0.8},
+    )
+    parts = solved.parts
+    assert parts["brevity"] == pytest.approx(3 / 4)
+    assert 0 < parts["shortness"] < 1
+    assert solved.trajectory.reward == pytest.approx(1 + 0.1 + 0.2 + 0.4 * 0.75 + 0.8 * parts["shortness"])
+    # a quarter of the checks pass as they were; half of the calls were well formed; brevity of a failure is no merit
+    assert failed.trajectory.reward == pytest.approx(0.1 * 0.25 + 0.2 * 0.5)
+    for played in (solved, failed):
+        paid = {name: value for name, value in played.parts.items() if name.startswith("paid_")}
+        assert sum(paid.values()) == pytest.approx(played.trajectory.reward)
+        assert set(paid) == {"paid_solved", "paid_checks", "paid_format", "paid_brevity", "paid_length"}
+
+
+# --- how an episode ends --------------------------------------------------------------------------------------
+
+
+def test_what_is_malformed_is_answered_and_counted(renderer: ChatRenderer, tmp_path: Path) -> None:
+    script = ["I think it is wrong.", "```run\nls", f"```edit double.py\nx\n```\n{run('echo here')}"]
+    (played,) = play(renderer, tmp_path, [*script, f"{FIX}\n{SUBMIT}\n{run('echo never')}"])
+    assert played.trajectory.reward == 1.0
+    assert played.answers == [
+        "error: no tool was called; the tools are run, read, write, edit, submit",
+        "error: the block of run is not closed",
+        "error: the block of edit must hold one line ======= between old and new text\nexit code 0\nhere\n",
+    ]
+    assert (played.extras["malformed"], played.extras["tool_calls"]) == (3, 3)
+    assert played.parts["format"] == 0.5
+
+
+def test_each_limit_ends_the_episode_which_is_graded_as_it_stands(renderer: ChatRenderer, tmp_path: Path) -> None:
+    (by_turns,) = play(renderer, tmp_path, [FIX, run("ls")], max_turns=3)
+    assert by_turns.trajectory.status is TrajectoryStatus.TRUNCATED_TURNS
+    (by_calls,) = play(renderer, tmp_path, [f"{FIX}\n{run('echo one')}\n{run('rm double.py')}"], max_tool_calls=2)
+    assert by_calls.trajectory.status is TrajectoryStatus.TRUNCATED_TURNS
+    assert by_calls.extras["tool_calls"] == 2
+    prompt = len(by_turns.text.encode())
+    (by_tokens,) = play(renderer, tmp_path, [FIX, run("seq 500")], max_episode_tokens=prompt + 200)
+    assert by_tokens.trajectory.status is TrajectoryStatus.TRUNCATED_LENGTH
+    for played in (by_turns, by_calls, by_tokens):
+        assert played.trajectory.reward == 1.0
+
+
+def test_a_command_in_the_middle_of_which_the_time_is_over_leaves_its_files_to_be_graded(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    (played,) = play(
+        renderer, tmp_path, [FIX, run("sleep 987654321; rm double.py")], task="hurried", episode_timeout_s=600
+    )
+    assert played.trajectory.status is TrajectoryStatus.TIMED_OUT
+    assert (played.trajectory.reward, played.trajectory.num_turns) == (1.0, 2)
+    assert processes_with("987654321") == []
+
+
+def test_outputs_are_shortened_and_what_floods_is_ended(renderer: ChatRenderer, tmp_path: Path) -> None:
+    (played,) = play(
+        renderer,
+        tmp_path,
+        [run("seq 100000"), run("printf '\\377'"), run("yes"), FIX + "\n" + SUBMIT],
+        output_characters=200,
+    )
+    long, odd, flooded = played.answers
+    assert long.startswith("exit code 0\n1\n2\n")
+    assert "the middle is left out; 588895 bytes in all" in long
+    assert odd == "exit code 0\n\\xff"
+    assert flooded.startswith("ended by the limit on output")
+    assert "more than 200 characters" in played.text
+    assert played.trajectory.reward == 1.0
+
+
+# --- infrastructure -------------------------------------------------------------------------------------------
+
+
+def closes(times: int) -> Callable[[Recording], Awaitable[None]]:
+    """Return what closes the newest sandbox, `times` times, while its agent sleeps."""
+
+    async def close(backend: Recording) -> None:
+        for number in range(times):
+            while len(backend.opened) <= number or "started" not in await backend.opened[number].list():  # noqa: ASYNC110
+                await trio.sleep(0.005)  # it is another process's doing
+            await backend.opened[number].aclose()
+
+    return close
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_sandbox_that_is_lost_is_replaced_and_masked_when_that_happens_too_often(
+    renderer: ChatRenderer, tmp_path: Path, times: int
+) -> None:
+    waiting = run("touch started; sleep 60")
+    script = [*[waiting] * times, FIX, SUBMIT]
+    (played,) = play(renderer, tmp_path, script, beside=closes(times), reward={"partial_weight": 0.0})
+    assert played.extras["retries"] == 1
+    if times == 1:
+        assert (played.trajectory.status, played.trajectory.reward) == (TrajectoryStatus.COMPLETED, 1.0)
+    else:
+        assert (played.trajectory.status, played.trajectory.reward) == (TrajectoryStatus.FAILED_SANDBOX, None)
+        assert "a command could not be run" in played.trajectory.detail
+
+
+def test_a_judge_whose_sandbox_fails_is_asked_again_and_the_episode_is_kept(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    class Failing(Recording):
+        async def open(self, *args: Any, **more: Any) -> Sandbox:
+            if len(self.opened) == 1:
+                self.opened.append(self.opened[0])
+                raise SandboxError("no judge to be had")
+            return await super().open(*args, **more)
+
+    (played,) = play(renderer, tmp_path, [FIX, SUBMIT], recording=Failing, reward={"partial_weight": 0.0})
+    assert (played.trajectory.status, played.trajectory.reward) == (TrajectoryStatus.COMPLETED, 1.0)
+    assert "retries" not in played.extras
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("slow-checks", "its checks may take 5000 s, and grading_timeout_s = 900 must be more"),
+        ("broken-setup", "the set-up of step '' failed: ok, exit code 3"),
+        ("unknown", "task 'unknown' cannot be built: no task 'unknown'"),
+    ],
+)
+def test_a_task_that_cannot_be_asked_is_masked_with_the_reason(
+    renderer: ChatRenderer, tmp_path: Path, task: str, says: str
+) -> None:
+    (played,) = play(renderer, tmp_path, [SUBMIT], task=task, reward={"partial_weight": 0.0})
+    assert played.trajectory.status is TrajectoryStatus.FAILED_ENVIRONMENT
+    assert says in played.trajectory.detail
+
+
+def test_no_more_places_are_held_than_may_be_and_none_waits_for_ever(renderer: ChatRenderer, tmp_path: Path) -> None:
+    played = play(renderer, tmp_path, [FIX, SUBMIT], group_size=6, max_open=2, sandboxes={"max_open": 3})
+    assert [one.trajectory.reward for one in played] == [1.0] * 6
+
+
+# --- several steps --------------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_a_task_go_on_in_one_sandbox_and_their_mean_is_paid(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    script = [
+        run("X=kept"),
+        f"{FIX}\n{SUBMIT}\n{run('echo never')}",
+        run("cat begun.txt double.py; echo $X"),
+        HALF,
+        SUBMIT,
+    ]
+    (both,) = play(renderer, tmp_path, script, task="steps")
+    assert both.trajectory.reward == 1.0
+    assert (
+        both.answers[1] == f"wrote {len(FIXED)} bytes to double.py</s>\n<|user|>Now write half.py.".partition("</s>")[0]
+    )
+    assert "exit code 0 (a new shell" in both.text or "begun" in both.text
+    assert FIXED in both.answers[3]
+    assert both.extras["steps"] == 2
+    (first,) = play(renderer, tmp_path, [FIX + "\n" + SUBMIT, SUBMIT], task="steps")
+    assert (first.trajectory.reward, first.parts["solved"]) == (0.5, 0.0)
+    (second,) = play(renderer, tmp_path, [SUBMIT, HALF, SUBMIT], task="last")
+    assert (second.trajectory.reward, second.parts["solved"]) == (1.0, 1.0)
+
+
+def test_a_step_that_came_to_too_little_is_the_last(renderer: ChatRenderer, tmp_path: Path) -> None:
+    (gated,) = play(renderer, tmp_path, [SUBMIT, HALF, SUBMIT], task="gated")
+    assert (gated.trajectory.reward, gated.trajectory.num_turns, gated.extras["steps"]) == (0.0, 1, 1)
+
+
+def test_a_step_whose_time_is_over_is_graded_and_the_next_one_asked(renderer: ChatRenderer, tmp_path: Path) -> None:
+    (played,) = play(renderer, tmp_path, [FIX, HALF, SUBMIT], task="hurried-steps")
+    assert (played.trajectory.reward, played.extras["steps"]) == (1.0, 2)
+
+
+# --- what agents try ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["calls", "pytest", "script"])
+def test_hidden_tests_and_solutions_are_nowhere_in_the_agents_sandbox(
+    renderer: ChatRenderer, tmp_path: Path, task: str
+) -> None:
+    look = run(
+        "ls -A / /tmp /logs /tests /solution 2>/dev/null; find / -xdev \\( -name 'test_double*' -o -name 'test.sh' \\) "
+        "2>/dev/null | grep -v ^/usr; grep -rl 'x \\* 2$\\|test_secret' /task /tmp /dev/shm; "
+        "env; tr '\\0' '\\n' < /proc/1/environ; cat /proc/*/cmdline | tr '\\0' '\\n' | grep secret; git log"
+    )
+    (played,) = play(renderer, tmp_path, [look, SUBMIT], task=task)
+    (answer,) = played.answers
+    listed = answer.partition("PWD=")[0]
+    for name in ("/tests", "/solution", "test_double", "test.sh"):
+        assert name not in listed
+    assert "/task/notes.txt" in answer, "the search finds what is there"
+    assert "/task/double.py" not in answer
+    assert "test_secret" not in answer
+    assert "GREETING=hello" in answer
+    assert "not a git repository" in answer or "git: command not found" in answer
+    assert played.trajectory.reward == 0.0
+
+
+def test_what_runs_on_in_the_background_is_gone_before_anything_is_judged(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    racing = run(
+        f"(while true; do printf {FIXED!r} > double.py; printf {UNFIXED!r} > double.py; done) >/dev/null 2>&1 &\n"
+        "setsid sh -c 'sleep 987654322' >/dev/null 2>&1 & echo on"
+    )
+    undone = run("kill %1; printf 'def double(x):\\n    return 0\\n' > double.py; (sleep 2; cp /tmp/x double.py) &")
+    alive: list[int] = []
+
+    async def watch(backend: Recording) -> None:
+        while len(backend.opened) < 2:  # noqa: ASYNC110 - the second one is the judge's
+            await trio.sleep(0.001)
+        alive.extend(processes_with("987654322"))
+
+    (played,) = play(renderer, tmp_path, [racing, undone, SUBMIT], beside=watch, reward={"partial_weight": 0.0})
+    assert played.answers[0] == "exit code 0\non\n"
+    assert played.trajectory.reward == 0.0
+    assert alive == []
+
+
+@pytest.mark.parametrize("kind", ["calls", "pytest"])
+def test_attacks_on_verifiers_are_worth_nothing(renderer: ChatRenderer, tmp_path: Path, kind: str) -> None:
+    attacks: dict[str, str] = {}
+    if kind == "calls":
+        attacks = {
+            name: write({"retries.py": test_judge.UNFIXED + attack}) for name, attack in test_judge.ATTACKS.items()
+        }
+    else:
+        attacks = {
+            name: write({"retries.py": test_verifier.UNFIXED + attack, **beside})
+            for name, (attack, beside) in test_verifier.ATTACKS.items()
+        }
+    attacks["fixed"] = write({"retries.py": test_judge.FIXED})
+    names = list(attacks)
+    played = play(
+        renderer,
+        tmp_path,
+        lambda trajectory_id, turn: [attacks[names[int(trajectory_id.partition("-")[2])]], SUBMIT][turn],
+        task=f"retries-{kind}",
+        group_size=len(names),
+        reward={"partial_weight": 0.5},
+    )
+    found = {name: one.trajectory for name, one in zip(names, played, strict=True)}
+    assert found.pop("fixed").reward == 1.0
+    assert {name: t.reward for name, t in found.items()} == dict.fromkeys(found, 0.0)
+    tampered = {name for name, t in found.items() if t.reward_parts["tampered"]}
+    assert bool(tampered) == (kind == "pytest"), "the judge outside is not reached, and sees nothing of it"
+
+
+def write(files: Mapping[str, str]) -> str:
+    """Return a reply that writes files."""
+    calls = [ToolCall(name="write", arguments={"path": path, "content": text}) for path, text in files.items()]
+    return "\n".join(write_call(call, CallFormat.FENCED) for call in calls)
+
+
+def test_files_that_cannot_be_taken_over_are_the_agents_doing(renderer: ChatRenderer, tmp_path: Path) -> None:
+    deep = run("for i in $(seq 200); do mkdir d; cd d; done 2>/dev/null; cd /task; ls")
+    for task, command in (("calls", run("ln -sf notes.txt double.py")), ("script", deep)):
+        (played,) = play(renderer, tmp_path, [command, SUBMIT], task=task, reward={"partial_weight": 0.0})
+        assert (played.trajectory.status, played.trajectory.reward) == (TrajectoryStatus.COMPLETED, 0.0)
+
+
+# --- how it is asked ------------------------------------------------------------------------------------------
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>' }}{{ tools | tojson }}</s>\n{% endif %}{% for message in messages %}"
+    "<|{{ 'user' if message.role == 'tool' else message.role }}|>{% if message.role == 'tool' %}TOOL {% endif %}"
+    "{{ message.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def native(name: str, **arguments: str) -> str:
+    return write_call(ToolCall(name=name, arguments=arguments), CallFormat.NATIVE)
+
+
+@pytest.mark.parametrize("takes_tools", [True, False])
+def test_calls_may_be_in_the_models_own_format(tmp_path: Path, takes_tools: bool) -> None:
+    template = TOOL_TEMPLATE if takes_tools else TEMPLATE
+    renderer = ChatRenderer.load(write_chat_files(tmp_path / "model", template=template))
+    script = [f"Look.{native('run', command='echo a')}{native('read', path='notes.txt')}", native("submit")]
+    (played,) = play(renderer, tmp_path, script, calls="native", system="")
+    assert played.trajectory.status is TrajectoryStatus.COMPLETED
+    if takes_tools:
+        assert '"parameters"' in played.text.partition("<|user|>")[0]
+        assert played.text.count("<tool_call>") == 3, "the template alone tells how"
+        assert played.answers == ["TOOL exit code 0\na\n", "TOOL x * 2\n"]
+    else:
+        assert "run(command): Runs commands" in played.text
+        answers = "<tool_response>\nexit code 0\na\n\n</tool_response>\n<tool_response>\nx * 2\n\n</tool_response>"
+        assert played.answers == [answers]
+
+
+def test_a_base_model_is_asked_by_a_template_that_the_environment_brings(tmp_path: Path) -> None:
+    renderer = ChatRenderer.load(write_chat_files(tmp_path / "model", template=None))
+    script = [f"write double.py\n{FIXED}``` and so on", "submit```"]
+    (played,) = play(renderer, tmp_path, script, template="plain", begin_in_call=True, shown_file_characters=40)
+    assert played.trajectory.reward == 1.0
+    wrote = f"```write double.py\n{FIXED}```</s>\n\n### User\nwrote {len(FIXED)} bytes to double.py\n\n### Assistant\n"
+    assert played.text.startswith("<s>### System\nYou work on code")
+    assert f"double.py:\n{UNFIXED}" in played.text
+    assert "notes.txt:" in played.text
+    assert played.text.endswith(f"### Assistant\n{wrote}```submit```")
+    own = tmp_path / "own.jinja"
+    own.write_text(TEMPLATE)
+    (played,) = play(renderer, tmp_path, script, template=str(own), begin_in_call=True)
+    assert played.trajectory.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"calls": "xml"}, "calls = 'xml'"),
+        ({"tasks": "nothing"}, "unknown task set 'nothing'"),
+        ({"task_options": {"hardd": True}}, "unknown option 'hardd' of task set 'templates'"),
+        ({"max_tool_calls": 0}, "max_tool_calls must be >= 1, got 0"),
+        ({"output_characters": 10}, "output_characters must be >= 80, got 10"),
+        ({"tool_timeout_s": 601.0}, "tool_timeout_s must be > 0 and at most episode_timeout_s = 600, got 601"),
+        ({"reward": {"partial_weight": -1.0}}, "partial_weight must be >= 0, got -1"),
+        ({"reward": {"formatweight": 1.0}}, "did you mean 'format_weight'? ([environment.options.reward])"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        EnvironmentSettings(name="coding_agent", options=options)
+
+
+def test_a_template_that_cannot_be_read_or_is_missing_is_refused(renderer: ChatRenderer, tmp_path: Path) -> None:
+    without = ChatRenderer.load(write_chat_files(tmp_path / "model", template=None))
+
+    async def use(backend: SandboxBackend) -> None:
+        with pytest.raises(ConfigError, match=r"template = '/nowhere\.jinja' is neither"):
+            environment_of(backend, renderer, template="/nowhere.jinja")
+        with pytest.raises(ConfigError, match="has no chat template"):
+            environment_of(backend, without)
+
+    with_backend(use, tmp_path)
+
+
+def test_more_sandboxes_held_than_there_are_is_refused() -> None:
+    def config(held: int, name: str = "coding_agent") -> Config:
+        options: dict[str, Any] = {"max_open": held}
+        if name == "mixed":
+            part = {"name": "coding_agent", "options": options}
+            options = {"parts": [{"label": "a", **part}, {"label": "b", **part}]}
+        return build(
+            Config,
+            {
+                "model": {"path": "x"},
+                "engine": {"max_model_len": 4096},
+                "environment": {"name": name, "options": options},
+                "sandbox": {"max_open": 8},
+            },
+        )
+
+    assert config(7).sandbox.max_open == 8
+    assert config(3, "mixed").sandbox.max_open == 8
+    for held, name in ((8, "coding_agent"), (4, "mixed")):
+        with pytest.raises(ConfigError, match=r"max_open = 8 .* must be above the 8 that episodes hold"):
+            config(held, name)
+
+
+def test_demonstrations_solve_their_tasks(renderer: ChatRenderer, tmp_path: Path) -> None:
+    async def use(backend: SandboxBackend) -> None:
+        environment = environment_of(backend, renderer)
+        (shown,) = [m for m in environment.demonstrations() if "double(x) is wrong" in m[1]["content"]][:1]
+        replies = [message["content"] for message in shown if message["role"] == "assistant"]
+        sampler = ScriptedSampler(renderer, lambda trajectory_id, turn: replies[turn])
+        task = Task(task_id="calls", environment="coding_agent")
+        (trajectory,) = await environment.collect_trajectories(task, sampler, group_id="7", group_size=1)
+        assert trajectory.reward == 1.0
+        played = renderer.decode(trajectory.segments[0].token_ids, keep_special=True)
+        told = renderer.decode(renderer.start(shown[:-1]), keep_special=True)
+        assert played.startswith(told), "the conversation is what an episode is"
+        note = environment.teacher_note(Episode(trajectory_id="", task=task))
+        assert FIXED in note
+        await environment.aclose()
+
+    with_backend(use, tmp_path)
