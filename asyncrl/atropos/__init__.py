@@ -1,0 +1,1 @@
+"""The Atropos contract: its server for environments written elsewhere, in a run or alone, and its client."""
