@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import trio
 
+from asyncrl.behaviour import counts_of
 from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger, Stage, Wait
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.errors import StalenessError
@@ -130,6 +131,7 @@ class Run:
         if resume_from:
             status.restore(state["counters"])
             status.selection.restore(state["selection"])
+            status.behaviour.restore(state.get("behaviour", {}))
         self.learner_idle = LearnerIdle(status.learner_idle_seconds)
         self.engine_idle = EngineIdle(status.engine_idle_seconds)
         watched = self.engine_idle.watch(parts.sampler)
@@ -363,6 +365,7 @@ class Run:
             "turns_mean": fmean(t.num_turns for t in scored),
             "completion_tokens_mean": fmean(t.num_sampled_tokens for t in scored),
             "truncated_share": fmean(t.truncated for t in scored),
+            **self.status.behaviour.add_step(*counts_of(scored)),
             "staleness_max": staleness,
             "groups_reused": len(groups) - num_fresh,
             "tokens_generated": self.status.tokens_generated,
@@ -397,6 +400,7 @@ class Run:
             "counters": counters,
             "accounting": self.ledger.state(),
             "selection": self.status.selection.state(),
+            "behaviour": self.status.behaviour.state(),
             "environment": self._parts.environment.state(),
             "warm_start": self._warm_start.state() if self._warm_start else self._warm_start_state,
             "next_group_id": self.gate.next_group_id,

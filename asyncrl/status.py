@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from asyncrl.behaviour import BehaviourWatch
 from asyncrl.buffers import EpisodeFigures, SelectionStatistics, Stage
 from asyncrl.protocols import StepResult, SyncReport
 from asyncrl.tallies import Tallies
@@ -90,6 +91,8 @@ class RunStatus:
     """Of the episodes of training: how far what is trained on lies from what was generated."""
     tallies: Tallies = field(default_factory=Tallies)
     """Of this process alone."""
+    behaviour: BehaviourWatch = field(default_factory=BehaviourWatch)
+    """Of the episodes that were trained on, where their environment watches."""
     evaluations: list[EvaluationResult] = field(default_factory=list)
     last_step: Mapping[str, float] = field(default_factory=dict)
     last_warm_step: Mapping[str, float] = field(default_factory=dict)

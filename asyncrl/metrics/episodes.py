@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from asyncrl.behaviour import BehaviourWatch
 from asyncrl.metrics.family import Family, Source, Value, Values, counter, gauge, histogram
 from asyncrl.metrics.learning import step
 from asyncrl.tallies import EnvironmentTally
@@ -23,6 +24,11 @@ def _by(read: Callable[[EnvironmentTally], Mapping[str, float]]) -> Callable[[So
     }
 
 
+def _of_watch(read: Callable[[BehaviourWatch], Mapping[str, float]]) -> Callable[[Source], Values]:
+    """Return a reader of a value of every kind of behaviour."""
+    return lambda source: read(source.run.status.behaviour)
+
+
 EPISODES: tuple[Family, ...] = (
     counter("asyncrl_trajectories", "episodes", "Episodes by environment and how they ended.",
             "failed_* grow: infrastructure, never a reward", _by(lambda t: t.statuses), "environment", "status"),
@@ -40,6 +46,12 @@ EPISODES: tuple[Family, ...] = (
             "more than a few percent of the turns", tally(lambda t: t.malformed), "environment"),
     counter("asyncrl_behaviour_seen", "times", "What a monitor saw agents do that it looks for, by kind.",
             "grows, and more so than the reward", _by(lambda t: t.behaviour), "environment", "kind"),
+    gauge("asyncrl_behaviour_ratio", "share, 0 to 1", "Last step's watched episodes in which it was seen, by kind.",
+          "rises", _of_watch(lambda watch: watch.shares), "kind"),
+    gauge("asyncrl_behaviour_rising", "0 or 1", "Whether that share stands out from what is usual, beyond chance.",
+          "is 1", _of_watch(lambda watch: watch.rising), "kind"),
+    counter("asyncrl_behaviour_rises", "rises", "Times that the share began to rise.", "grows",
+            _of_watch(lambda watch: watch.num_rises), "kind"),
     histogram("asyncrl_episode_tokens", "tokens", "Sampled tokens of a scored episode.",
               "drifts towards the limit", tally(lambda t: t.tokens), "environment"),
     histogram("asyncrl_episode_seconds", "seconds", "From an episode's start to its reward.", "a tail that grows",
