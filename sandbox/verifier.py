@@ -96,6 +96,16 @@ class PytestVerifier:
         outcomes = {test: _over_all([one.get(test) for one in seen]) for test in expected}
         return PytestVerdict(outcomes=outcomes, tampered=tampered, runs=results)
 
+    async def discover(
+        self, files: Mapping[str, bytes], tests: Mapping[str, bytes], *, limits: SandboxLimits
+    ) -> tuple[Mapping[str, bool], ExecResult]:
+        """Return every id that `tests` report and whether it passed, and how the program ended; for trusted `files`.
+
+        Raises: SandboxError when a sandbox failed.
+        """
+        result, reported = await self._run_once(await self.packages(), files, tests, limits)
+        return reported or {}, result
+
     async def _run_once(
         self, packages: Snapshot, files: Mapping[str, bytes], tests: Mapping[str, bytes], limits: SandboxLimits
     ) -> tuple[ExecResult, dict[str, bool] | None]:

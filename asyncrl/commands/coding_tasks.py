@@ -7,18 +7,25 @@ import difflib
 import json
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from asyncrl.coding.bundled import TASK_SETS, load_task_set
+from rich.console import Console
+from rich.progress import Progress
+
+from asyncrl.coding.bundled import TASK_SETS, load_task_set, resolve_task_options
 from asyncrl.coding.grading import Grader
 from asyncrl.coding.playing import Played, play
+from asyncrl.coding.sets.mutation import read_functions
+from asyncrl.coding.sets.mutation_checks import prove_all, proven_path, read_proven, write_proven
 from asyncrl.coding.tasks import CallChecks, Checks, CodingTask, PytestChecks, TaskSet, TaskStep
 from asyncrl.commands.arguments import sandbox_settings_of
 from asyncrl.configs import load_config
-from asyncrl.configs.loader import apply_overrides
+from asyncrl.configs.loader import apply_overrides, read_toml
 from asyncrl.environments.validate import task_set_of
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import check_model
@@ -89,6 +96,68 @@ async def run_task(arguments: argparse.Namespace) -> int:
     else:
         print(_told(task, played, solution=arguments.solution))
     return 0 if played.solved else 1
+
+
+def add_mutate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which functions are mutated: a configuration's, or those that `--set` names."""
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml", help="whose task_options are taken")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="tasks.KEY=VALUE",
+        help="an option of the set mutation (path, tests, per_function, checked), or sandbox.KEY",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+async def mutate(arguments: argparse.Namespace) -> int:
+    """Find out which mutants are bugs that tests see, write it down for the set `mutation`, and return 0."""
+    own = [override for override in arguments.set if override.startswith("tasks.")]
+    options = _options_of(arguments.config) | apply_overrides({}, own).get("tasks", {})
+    sandbox = sandbox_settings_of(arguments.config, [one for one in arguments.set if one not in own])
+    settings = resolve_task_options("mutation", options)
+    functions = read_functions(settings)
+    path = proven_path(settings.checked, functions, most=settings.per_function)
+    if path.exists():
+        proven = read_proven(path)
+    else:
+        with (
+            tempfile.TemporaryDirectory(prefix="asyncrl-tasks-") as scratch,
+            Progress(console=Console(stderr=True), transient=True) as progress,
+        ):
+            bar = progress.add_task("running the mutants", total=len(functions))
+            async with open_backend(sandbox, directory=Path(scratch)) as backend:
+                proven = await prove_all(
+                    functions, backend, most=settings.per_function, report=lambda _: progress.advance(bar)
+                )
+        write_proven(path, proven)
+    dropped: Counter[str] = Counter()
+    for one in proven:
+        dropped.update(one.dropped)
+    told = {
+        "file": str(path),
+        "functions": len(functions),
+        "with_mutants": sum(bool(one.mutants) for one in proven),
+        "mutants": sum(len(one.mutants) for one in proven),
+        "dropped": dict(dropped),
+    }
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+        return 0
+    left_out = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "none"
+    print(f"{told['mutants']} mutants of {told['with_mutants']} of {told['functions']} functions; not kept: {left_out}")
+    print(f"written to {path}")
+    return 0
+
+
+def _options_of(config: Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    options = read_toml(config).get("environment", {}).get("options", {})
+    if options.get("tasks") != "mutation":
+        raise ConfigError(f"{config} does not ask for mutants: tasks must be 'mutation' ([environment.options])")
+    return dict(options.get("task_options", {}))
 
 
 def find_task(tasks: TaskSet, task_id: str) -> CodingTask:

