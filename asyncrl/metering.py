@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import trio
@@ -51,8 +51,10 @@ class MeteredBackend:
         1
     """
 
-    def __init__(self, backend: SandboxBackend) -> None:
+    def __init__(self, backend: SandboxBackend, note: Callable[[str, str, float, str], None] | None = None) -> None:
+        """`note` hears of each start and command that has ended: the sandbox, what, since when, and how it ended."""
         self._backend = backend
+        self._note = note
         self.wall = backend.wall
         self.python = backend.python
         self.figures = SandboxFigures()
@@ -82,7 +84,15 @@ class MeteredBackend:
             raise
         return self._started(sandbox, began)
 
+    def commanded(self, sandbox_id: str, kind: str, began: float, result: ExecResult) -> ExecResult:
+        """Count a command that has ended, and return its result."""
+        if self._note is not None:
+            self._note(sandbox_id, kind, began, result.outcome.value)
+        return self.figures.count_command(kind, result)
+
     def _started(self, sandbox: Sandbox, began: float) -> Sandbox:
+        if self._note is not None:
+            self._note(sandbox.sandbox_id, "start", began, "ok")
         self.figures.starts["ok"] += 1
         self.figures.start_seconds.add(trio.current_time() - began)
         return _MeteredSandbox(sandbox, self)
@@ -117,10 +127,11 @@ class _MeteredSandbox:
         kept_output_bytes: int | None = None,
     ) -> ExecResult:
         """See `protocols.Sandbox`."""
+        began = trio.current_time()
         result = await self._sandbox.exec(
             argv, stdin=stdin, wall_s=wall_s, output_bytes=output_bytes, kept_output_bytes=kept_output_bytes
         )
-        return self._backend.figures.count_command("exec", result)
+        return self._backend.commanded(self.sandbox_id, "exec", began, result)
 
     async def shell(
         self,
@@ -131,10 +142,11 @@ class _MeteredSandbox:
         kept_output_bytes: int | None = None,
     ) -> ExecResult:
         """See `protocols.Sandbox`."""
+        began = trio.current_time()
         result = await self._sandbox.shell(
             command, wall_s=wall_s, output_bytes=output_bytes, kept_output_bytes=kept_output_bytes
         )
-        return self._backend.figures.count_command("shell", result)
+        return self._backend.commanded(self.sandbox_id, "shell", began, result)
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         """See `protocols.Sandbox`."""

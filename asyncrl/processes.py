@@ -137,10 +137,12 @@ async def open_parts(
     renderer: ChatRenderer,
     checkpoint: Checkpoint | None,
     say: Callable[[str], None],
+    note_sandbox: Callable[[str, str, float, str], None] | None = None,
 ) -> AsyncIterator[Parts]:
     """Start everything, yield it when it answers, and end everything on leaving.
 
-    `say` hears what is being started. Raises (in an exception group) EngineError, LearnerError, SandboxError.
+    `say` hears what is being started, `note_sandbox` what happens in sandboxes (`MeteredBackend`).
+    Raises (in an exception group) EngineError, LearnerError, SandboxError.
     """
     model = checkpoint.model_directory if checkpoint else config.model.path
     version = checkpoint.version if checkpoint else 0
@@ -149,7 +151,7 @@ async def open_parts(
     run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
-        environment, sandboxes = await _open_environment(config, directory, renderer, stack, say)
+        environment, sandboxes = await _open_environment(config, directory, renderer, stack, say, note_sandbox)
         environment = with_curriculum(
             environment, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
         )
@@ -227,7 +229,12 @@ async def _watched(children: Mapping[Child, type[BoundaryError]]) -> AsyncIterat
 
 
 async def _open_environment(
-    config: Config, directory: RunDirectory, renderer: ChatRenderer, stack: AsyncExitStack, say: Callable[[str], None]
+    config: Config,
+    directory: RunDirectory,
+    renderer: ChatRenderer,
+    stack: AsyncExitStack,
+    say: Callable[[str], None],
+    note_sandbox: Callable[[str, str, float, str], None] | None = None,
 ) -> tuple[Environment, MeteredBackend]:
     """Return the environment and its sandboxes, whose walls have been tested; what they do from now on is counted."""
     say("starting the sandboxes and testing their walls")
@@ -238,7 +245,7 @@ async def _open_environment(
             "the sandbox does not stop what it must, so nothing is trained in it: "
             + "; ".join(f"{abuse.name} ({abuse.detail})" for abuse in reached)
         )
-    metered = MeteredBackend(sandboxes)
+    metered = MeteredBackend(sandboxes, note_sandbox)
     environment = load_environment(config.environment, renderer=renderer, sandboxes=metered, seed=config.run.seed)
     stack.push_async_callback(environment.aclose)
     return environment, metered

@@ -21,6 +21,7 @@ from asyncrl.run import Run
 from asyncrl.run_directory import RunDirectory
 from asyncrl.spikes import shown_line, spike_line
 from asyncrl.status import EvaluationResult, RunStatus
+from asyncrl.timeline import Timeline
 from asyncrl.types import Group, PolicyVersion, TokenIds
 
 WARM_START = "warm_start"
@@ -44,6 +45,7 @@ class RunRecorder:
         version: PolicyVersion,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         decode_all: Callable[[Sequence[int]], str] | None = None,
+        timeline: Timeline | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`version` is that of the checkpoint which the run goes on from, or 0.
@@ -57,6 +59,7 @@ class RunRecorder:
         self._decode = decode
         self._decode_all = decode_all or (lambda token_ids: decode(TokenIds(token_ids)))
         self._sampling = dict(sampling)
+        self._timeline = timeline
         self._wall_clock = wall_clock
         self._run: Run | None = None
         self._generated = (0.0, 0.0)
@@ -73,6 +76,8 @@ class RunRecorder:
 
     def group(self, group: Group) -> None:
         """Append a finished group's episodes, decoded, to the file of the step it was admitted in."""
+        if self._timeline is not None:
+            self._timeline.group(group)
         path = self._directory.trajectories / f"version-{group.admitted_version}.jsonl"
         with path.open("a", encoding="utf-8") as file:
             for trajectory in group.trajectories:
@@ -93,6 +98,8 @@ class RunRecorder:
 
     def step(self, record: Mapping[str, float], result: StepResult) -> None:
         """Append a step's line and show it."""
+        if self._timeline is not None:
+            self._timeline.step(record, result)
         seconds, generated = record["seconds"], record["tokens_generated"]
         before_s, before = self._generated
         rate = (generated - before) / max(seconds - before_s, 1e-9)
@@ -120,6 +127,8 @@ class RunRecorder:
 
     def phase(self) -> None:
         """Write down what the run does now."""
+        if self._timeline is not None and self._run is not None:
+            self._timeline.phase(self._run.status.phase, self._run.status.waiting_for)
         self._write_status()
 
     def stalled(self, chain: Sequence[str]) -> None:

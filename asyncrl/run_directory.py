@@ -4,6 +4,7 @@ config.toml       as resolved            metrics.jsonl   one line a step
 status.json       the present moment     summary.json    at the end
 spikes.jsonl      the tokens that stand out, and why, a line a step
 tokens.jsonl      one trajectory a step, token by token
+events.jsonl      when things happened, the newest of it, for `asyncrl trace`
 checkpoints/      step-N/                trajectories/   one file a step
 logs/             of every child         lock            held by the orchestrator that runs
 journal/          what is finished and not yet in a checkpoint, under the run's run_id
@@ -68,6 +69,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.spikes = path / "spikes.jsonl"
         self.tokens = path / "tokens.jsonl"
+        self.events = path / "events.jsonl"
         self.status = path / "status.json"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"

@@ -91,11 +91,15 @@ class MetricsSettings:
     host: str = "127.0.0.1"
     port: int = 0
     """Of GET /metrics; 0 takes a free port and prints it."""
+    events_mib: float = 32.0
+    """Of the run's newest events that stay on disk for `asyncrl trace`; 0 writes none."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot run, by the setting's name."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port} ([metrics])")
+        if not 0 <= self.events_mib < float("inf"):
+            raise ConfigError(f"events_mib must be >= 0 and finite, got {self.events_mib} ([metrics])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

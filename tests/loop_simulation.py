@@ -42,6 +42,7 @@ class Simulation:
         lost_line: LostLine = LostLine.REDRAW,
         checkpoints: CheckpointStore | None = None,
         recorder: Recorder | None = None,
+        watch: Callable[[Parts], Parts] = lambda parts: parts,
     ) -> None:
         rates = rates or Rates()
         buffer = buffer or BufferSettings(max_off_policyness=1, groups_per_step=4, group_size=4)
@@ -55,7 +56,7 @@ class Simulation:
         self.recorder = MemoryRecorder()
         self.stop = trio.Event()
         self.run = Run(
-            Parts(environment=self.environment, sampler=self.engine, learner=self.learner, engines=self.engine),
+            watch(Parts(environment=self.environment, sampler=self.engine, learner=self.learner, engines=self.engine)),
             buffer,
             limits or Limits(steps=12),
             recorder=recorder or self.recorder,

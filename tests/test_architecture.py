@@ -27,6 +27,8 @@ LAYERS = (
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",
+        "asyncrl.timeline",
+        "asyncrl.trace",
         "asyncrl.simulation",
     ),
     ("asyncrl.run",),
@@ -143,6 +145,7 @@ def test_nothing_imports_asyncio_or_threading() -> None:
 
 DATES = {
     "asyncrl.recording",
+    "asyncrl.timeline",
     "asyncrl.commands.status",
     "asyncrl.tokens",
     "asyncrl.sandbox.layers",

@@ -12,6 +12,7 @@ from asyncrl.commands import (
     simulate,
     spikes,
     status,
+    trace,
     train,
 )
 
@@ -27,6 +28,7 @@ COMMANDS = {
     "serve": serve,
     "plot": plot,
     "report": report,
+    "trace": trace,
     "bench": bench,
 }
 """Name on the command line -> module."""

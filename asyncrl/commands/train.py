@@ -46,6 +46,7 @@ from asyncrl.run_history import opened_journal
 from asyncrl.run_journal import RunJournal
 from asyncrl.serving import listen, serve
 from asyncrl.status import RunStatus
+from asyncrl.timeline import Timeline
 from asyncrl.tokens import ChatRenderer
 from asyncrl.warm_start import WarmStart, is_over
 
@@ -146,9 +147,10 @@ async def _train(
             recorder.phase()  # what an engine's death means for who waits for whom is in the status file
 
     async with trio.open_nursery() as beside:  # outlives the parts, so that signals are heard while they end
-        with trio.CancelScope() as scope:
+        events_bytes = round(config.metrics.events_mib * 2**20)
+        with trio.CancelScope() as scope, Timeline(directory.events, max_bytes=events_bytes) as timeline:
             beside.start_soon(_listen_for_signals, stop, scope, progress)
-            opening = open_parts(config, directory, renderer, checkpoint, say)
+            opening = open_parts(config, directory, renderer, checkpoint, say, timeline.sandbox)
             async with progress.shown(), opening as parts:
                 version = checkpoint.version if checkpoint else 0
                 recorder = RunRecorder(
@@ -158,9 +160,10 @@ async def _train(
                     version=version,
                     sampling=asdict(config.sampling),
                     decode_all=partial(renderer.decode, keep_special=True),
+                    timeline=timeline,
                 )
                 run = Run(
-                    parts,
+                    timeline.watch(parts),
                     config.buffer,
                     _limits(config),
                     recorder=recorder,
