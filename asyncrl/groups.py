@@ -13,7 +13,7 @@ from asyncrl.collecting import GroupCollector
 from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
 from asyncrl.idle import EngineIdle
-from asyncrl.protocols import Environment, LearnsFromGroups, Sampler
+from asyncrl.protocols import Environment, FetchesItems, LearnsFromGroups, Sampler
 from asyncrl.resume_plan import Resumption
 from asyncrl.run_journal import Draw, GroupAdmitted, GroupDropped, JournalledSampler, KeptWork, Kind, RunJournal
 from asyncrl.sampler import CountingSampler
@@ -125,6 +125,8 @@ class GroupRollouts:
             while not self._stop.is_set():
                 with self._idle.gate():
                     group_id = await self._gate.admit()
+                if isinstance(self._environment, FetchesItems):
+                    await self._environment.wait_item()
                 try:
                     task = self._admit(group_id)
                 except StopIteration:

@@ -32,7 +32,7 @@ from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
 from asyncrl.metering import MeteredBackend
-from asyncrl.protocols import Environment, Sampler, SandboxBackend, StepResult
+from asyncrl.protocols import Environment, RunsAlongside, Sampler, SandboxBackend, StepResult
 from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
 from asyncrl.sandbox import abuse_names, open_backend, self_test
@@ -248,6 +248,11 @@ async def _open_environment(
     metered = MeteredBackend(sandboxes, note_sandbox)
     environment = load_environment(config.environment, renderer=renderer, sandboxes=metered, seed=config.run.seed)
     stack.push_async_callback(environment.aclose)
+    if isinstance(environment, RunsAlongside):
+        say("reaching the environment")
+        alongside = await stack.enter_async_context(trio.open_nursery())
+        stack.callback(alongside.cancel_scope.cancel)
+        await alongside.start(environment.serve, directory.logs)
     return environment, metered
 
 

@@ -7,9 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from asyncrl.types import Completion, Group, PolicyVersion, Segment, Task, TokenIds, Trajectory, WeightManifest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import trio
 
 # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -104,6 +109,27 @@ class ReportsTrajectories(Environment, Protocol):
 def reports_trajectories(environment: Environment) -> bool:
     """Tell whether an environment's `collect_trajectories` takes `on_trajectory`."""
     return "on_trajectory" in inspect.signature(environment.collect_trajectories).parameters
+
+
+@runtime_checkable
+class RunsAlongside(Protocol):
+    """An environment with business of its own while the run lasts: a connection, a server, a child process."""
+
+    async def serve(self, directory: Path, *, task_status: trio.TaskStatus[None]) -> None:
+        """Go about it until cancelled; started once `held_out` can answer.
+
+        `directory` is where it may leave logs. Raises: ConfigError, EnvironmentFault where it cannot begin.
+        """
+        ...
+
+
+@runtime_checkable
+class FetchesItems(Protocol):
+    """An environment whose tasks take time to come."""
+
+    async def wait_item(self) -> None:
+        """Return once `get_item` can answer with a task, or the end of them."""
+        ...
 
 
 @runtime_checkable

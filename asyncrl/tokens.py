@@ -67,6 +67,7 @@ class ChatRenderer:
         """Ids are below this: the model's number of rows where its configuration tells it."""
         self.takes_tools = False
         """Whether the template shows the model its `tools`, and so knows how it calls them."""
+        self._source = template
         self._template: jinja2.Template | None = None
         self._reply_end: int | None = None
         if template is None:
@@ -100,6 +101,23 @@ class ChatRenderer:
         other._variables = {**self._variables, "tools": list(tools)}
         other._render([{"role": "user", "content": "probe"}])
         return other
+
+    def record(self) -> dict[str, Any]:
+        """Return what `of_record` makes the same renderer of, in another process say (JSON-like)."""
+        return {
+            "tokenizer": self._tokenizer.to_str(),
+            "template": self._source,
+            "end_token_ids": sorted(self.end_token_ids),
+            "vocab_size": self.vocab_size,
+            "variables": self._variables,
+            "name": self._name,
+        }
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> ChatRenderer:
+        """Return the renderer of a `record`."""
+        tokenizer = tokenizers.Tokenizer.from_str(record["tokenizer"])
+        return cls(tokenizer, **{name: value for name, value in record.items() if name != "tokenizer"})
 
     def require_template(self) -> None:
         """Raise ConfigError where there is no template to render with."""

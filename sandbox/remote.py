@@ -19,9 +19,10 @@ from typing import Any
 import httpx
 import trio
 
-from asyncrl.errors import ConfigError, SandboxError, UnsafeFilesError
+from asyncrl.errors import SandboxError, UnsafeFilesError
 from asyncrl.protocols import BackendStatistics, SandboxLimits, Snapshot
 from asyncrl.sandbox import messages
+from asyncrl.sandbox.access import read_token
 from asyncrl.sandbox.calls import CalledSandbox, Closable, Reply, os_errors_as_sandbox_errors, without_group
 from asyncrl.sandbox.server import HEARTBEAT_S
 from asyncrl.sandbox.settings import SandboxSettings
@@ -381,14 +382,3 @@ def _here(snapshot: Snapshot) -> RemoteSnapshot:
     if not isinstance(snapshot, RemoteSnapshot):
         raise SandboxError("the snapshot is another backend's")
     return snapshot
-
-
-def read_token(path: str) -> str:
-    """Return the token in a file. Raises ConfigError."""
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token_file: {path or 'no file'} cannot be read: {error} ([sandbox])") from None
-    if len(token) < 16 or not token.isprintable() or " " in token:
-        raise ConfigError(f"token_file: {path} must hold a token of at least 16 characters ([sandbox])")
-    return token

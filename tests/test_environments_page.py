@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ import trio
 from scripted import NoSandboxes, Reply, ScriptedSampler, write_chat_files
 from tree import ROOT
 
+from asyncrl.cli import main
 from asyncrl.collecting import GroupCollector
+from asyncrl.configs.loader import build
 from asyncrl.environments.loading import EnvironmentSettings, load_environment
 from asyncrl.errors import EngineError
 from asyncrl.protocols import Environment
@@ -125,3 +128,21 @@ def test_two_sides_of_a_game_are_two_agents_of_one_group(
     first, second = trajectories[:2]
     assert renderer.decode(first.segments[0].token_ids).count("There are") == 2
     assert sum(second.segments[0].loss_mask) == 2 * len("3") + 2, "its own replies and their end tokens"
+
+
+def test_commands_and_configurations_of_the_page_are_taken(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").write_text(blocks("json")[0])
+    for block in blocks("toml"):
+        table = tomllib.loads(block)
+        build(EnvironmentSettings, table["environment"])
+    for line in "".join(blocks("sh")).splitlines():
+        words = shlex.split(line)
+        assert words[0] == "asyncrl"
+        with pytest.raises(SystemExit) as ended:
+            main([*words[1:], "--help"])
+        assert ended.value.code == 0
+        said = capsys.readouterr().out
+        assert all(word in said for word in words if word.startswith("--"))

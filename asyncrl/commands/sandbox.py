@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
-import secrets
 import signal
 import socket
 import tempfile
@@ -36,7 +34,7 @@ from asyncrl.commands.arguments import add_sandbox_arguments, sandbox_settings_o
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import SandboxBackend
 from asyncrl.sandbox import AbuseResult, SandboxSettings, abuse_names, open_backend, reap, self_test
-from asyncrl.sandbox.remote import read_token
+from asyncrl.sandbox.access import make_token, read_token
 from asyncrl.sandbox.server import SandboxServer
 from asyncrl.serving import listen, serve
 
@@ -110,25 +108,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("backend must be a local one to be served, got 'remote' ([sandbox])")
     if arguments.max_waiting < 0:
         raise ConfigError(f"--max-waiting must be >= 0, got {arguments.max_waiting}")
-    _make_token(arguments.token_file)
+    make_token(arguments.token_file)
     token = read_token(str(arguments.token_file))
     listener = listen(arguments.host, arguments.port, setting="--port")
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_CLIENT_MS)  # accepted ones inherit it
     with closing(listener), tempfile.TemporaryDirectory(prefix="asyncrl-serve-") as directory:
         trio.run(_serve_until_stopped, settings, Path(directory), token, arguments.max_waiting, listener)
     return 0
-
-
-def _make_token(path: Path) -> None:
-    """Write a new token where there is none, for its owner's eyes only. Raises ConfigError."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    except OSError as error:
-        raise ConfigError(f"--token-file: {path} cannot be written: {error.strerror}") from None
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
 
 
 async def _serve_until_stopped(

@@ -1,94 +1,34 @@
-"""Serve others over HTTP.
+"""Serve what runs elsewhere, or others' programs, need.
 
-asyncrl serve atropos --directory queue        the server between environments and a trainer of Atropos
+  asyncrl serve environment my_package.my_module:Class --token-file token
+  asyncrl serve environment bugfix --token-file token --host 0.0.0.0 --port 8795
+  asyncrl serve atropos --directory queue
 
-It listens on this machine alone unless --host says otherwise, and asks nobody for a key: the contract has none.
+`environment` plays an environment for runs whose [environment] has name = "served", this machine's address in `urls`
+and the same token: its dependencies are needed here alone. Each run brings its options and its tokenizer. The protocol
+is not encrypted: on a network that others can listen to, put it into a tunnel.
+
+`atropos` is the server between environments and a trainer of Atropos; it asks nobody for a key: the contract has none.
+
+Both listen on this machine alone unless --host says otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
-import socket
-from contextlib import closing
-from pathlib import Path
 
-import trio
+from asyncrl.commands import serve_atropos, serve_environment
 
-from asyncrl.atropos.store import open_store
-from asyncrl.atropos.trainer import serve_store
-from asyncrl.errors import ConfigError
-from asyncrl.serving import listen
-
-HELP = "serve others over HTTP"
-
-_MIB = 2**20
+HELP = "serve an environment to runs elsewhere, or Atropos environments and trainers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     services = parser.add_subparsers(title="services", metavar="SERVICE", required=True)
-    atropos = services.add_parser(
-        "atropos",
-        help="the server between environments and a trainer of Atropos",
-        description="Speaks the contract of atroposlib 0.4 to unmodified environments and trainers. What is posted "
-        "lies in --directory before it is acknowledged, and a server that is started again goes on with it.",
-    )
-    atropos.add_argument("--directory", type=Path, required=True, metavar="DIR", help="where the queue lies")
-    atropos.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    atropos.add_argument("--port", type=int, default=8000, help="0 takes a free one and prints it (default: 8000)")
-    atropos.add_argument("--max-body-mib", type=int, default=64, metavar="N", help="of a post, unpacked (default: 64)")
-    atropos.add_argument(
-        "--max-queue-mib",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="of waiting groups; further posts are answered 503, which environments try again (default: 4096)",
-    )
-    atropos.add_argument(
-        "--ghost-seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="without a word from an environment, after which no batch waits for it (default: 60)",
-    )
-    atropos.set_defaults(command=_atropos)
+    for service in (serve_environment, serve_atropos):
+        service.add_service(services)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Never called: each service has its own."""
     raise AssertionError(arguments)
-
-
-def _atropos(arguments: argparse.Namespace) -> int:
-    for name, found in (("max-body-mib", arguments.max_body_mib), ("max-queue-mib", arguments.max_queue_mib)):
-        if found < 1:
-            raise ConfigError(f"--{name} must be >= 1, got {found}")
-    if not 0 < arguments.ghost_seconds < float("inf"):
-        raise ConfigError(f"--ghost-seconds must be > 0, got {arguments.ghost_seconds}")
-    if not 0 <= arguments.port <= 65535:
-        raise ConfigError(f"--port must be from 0 to 65535, got {arguments.port}")
-    with closing(listen(arguments.host, arguments.port, setting="--port")) as listener:
-        trio.run(_serve_atropos, arguments, listener)
-    return 0
-
-
-async def _serve_atropos(arguments: argparse.Namespace, listener: socket.socket) -> None:
-    host, port = listener.getsockname()
-    async with (
-        open_store(
-            arguments.directory, ghost_s=arguments.ghost_seconds, max_bytes=arguments.max_queue_mib * _MIB
-        ) as store,
-        trio.open_nursery() as nursery,
-    ):
-        print(f"{store.waiting.groups} groups wait in {arguments.directory}")
-        max_body_bytes = arguments.max_body_mib * _MIB
-
-        async def serve(*, task_status: trio.TaskStatus[None]) -> None:
-            await serve_store(store, listener, max_body_bytes=max_body_bytes, task_status=task_status)
-
-        await nursery.start(serve)
-        print(f"serving Atropos environments and trainers at http://{host}:{port}", flush=True)
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for _ in signals:
-                nursery.cancel_scope.cancel()

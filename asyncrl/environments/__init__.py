@@ -9,6 +9,7 @@ ENVIRONMENTS = {
     "coding_agent": "asyncrl.environments.coding_agent:CodingAgentEnvironment",
     "humanevalfix": "asyncrl.environments.humanevalfix:HumanEvalFixEnvironment",
     "mixed": "asyncrl.environments.mixed:MixedEnvironment",
+    "served": "asyncrl.environments.served:ServedEnvironment",
     "single_turn": "asyncrl.environments.single_turn:SingleTurnEnvironment",
 }
 """Name -> "module:Class". Any other class is named by "module:Class" itself."""

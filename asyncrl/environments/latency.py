@@ -12,7 +12,7 @@ import trio
 
 from asyncrl.collecting import collect_from
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Environment, KeepsTrajectories, LearnsFromGroups, Sampler
+from asyncrl.protocols import Environment, FetchesItems, KeepsTrajectories, LearnsFromGroups, Sampler
 from asyncrl.types import Completion, Task, TokenIds, Trajectory
 
 
@@ -79,6 +79,11 @@ class DelayedEnvironment:
     def get_item(self) -> Task:
         """Return the next task to train on. Raises StopIteration when the tasks are used up."""
         return self._environment.get_item()
+
+    async def wait_item(self) -> None:
+        """Wait for a task, where the environment's take time to come."""
+        if isinstance(self._environment, FetchesItems):
+            await self._environment.wait_item()
 
     def observe(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
         """Pass on a finished group, where the environment learns from it."""

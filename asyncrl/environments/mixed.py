@@ -16,14 +16,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import Any
+
+import trio
 
 from asyncrl.collecting import collect_from
 from asyncrl.environments.loading import EnvironmentSettings, load_environment, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import is_solved
-from asyncrl.protocols import Environment, LearnsFromGroups, Sampler, SandboxBackend
+from asyncrl.protocols import (
+    Environment,
+    FetchesItems,
+    LearnsFromGroups,
+    RunsAlongside,
+    Sampler,
+    SandboxBackend,
+)
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory
 
@@ -169,6 +179,20 @@ class MixedEnvironment:
             self._num_drawn += 1
             return replace(task, environment=label)
         raise StopIteration
+
+    async def serve(self, directory: Path, *, task_status: trio.TaskStatus[None]) -> None:
+        """Let the parts that have business of their own go about it."""
+        async with trio.open_nursery() as nursery:
+            for part in self.parts.values():
+                if isinstance(part, RunsAlongside):
+                    await nursery.start(part.serve, directory)
+            task_status.started()
+
+    async def wait_item(self) -> None:
+        """Wait for a task of every part whose tasks take time to come: any of them may be next."""
+        for part in self.parts.values():
+            if isinstance(part, FetchesItems):
+                await part.wait_item()
 
     def observe(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
         """Learn from a finished group of a task whether its part still teaches."""
