@@ -17,7 +17,7 @@ FOUNDATION = ("asyncrl.types", "asyncrl.protocols", "asyncrl.errors")
 LAYERS = (
     ("asyncrl.__main__", "asyncrl.cli"),
     ("asyncrl.commands",),
-    ("asyncrl.bench", "asyncrl.report"),
+    ("asyncrl.bench", "asyncrl.dashboards", "asyncrl.report"),
     # What a command puts around the loop: its files, its processes, who watches it.
     (
         "asyncrl.preflight",
