@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,8 +34,11 @@ TOO_LONG = ("refuse", "drop")
 class Demonstrating(Protocol):
     """What an environment with reference solutions may offer besides `Environment`."""
 
-    def demonstrations(self) -> Iterable[Sequence[Message]]:
-        """Return a conversation for every training task, never a held-out one: what is asked, and a solution."""
+    def demonstrations(self) -> Iterable[Sequence[Message]] | AsyncIterable[Sequence[Message]]:
+        """Return a conversation for every training task, never a held-out one: what is asked, and a solution.
+
+        It is async where the conversations are played.
+        """
         ...
 
 
@@ -83,6 +88,22 @@ def read_demonstrations(
         dropped = f": all {num_dropped} are longer than {max_tokens} tokens" if num_dropped else ""
         raise ConfigError(f"{path} holds no demonstrations{dropped} ([warm_start] path)")
     return Demonstrations(segments=tuple(segments), num_dropped=num_dropped, digest=digest.hexdigest())
+
+
+async def first(
+    conversations: Iterable[Sequence[Message]] | AsyncIterable[Sequence[Message]], limit: int | None
+) -> list[Sequence[Message]]:
+    """Return the first `limit` conversations, all for None; no more of them are made."""
+    if not isinstance(conversations, AsyncIterable):
+        return list(islice(conversations, limit))
+    found: list[Sequence[Message]] = []
+    async with aclosing(aiter(conversations)) as each:  # type: ignore[type-var]
+        while limit is None or len(found) < limit:
+            try:
+                found.append(await anext(each))
+            except StopAsyncIteration:
+                break
+    return found
 
 
 def write_demonstrations(path: Path, conversations: Iterable[Sequence[Message]]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,16 +12,18 @@ import pytest
 import test_judge
 import test_verifier
 import trio
-from coding_tasks import FIXED, UNFIXED
+from coding_tasks import FIXED, TASKS, UNFIXED
 from sandboxes import processes_with, with_backend
 from scripted import TEMPLATE, Reply, ScriptedSampler, write_chat_files
 
 from asyncrl.coding.tools import CallFormat, ToolCall, write_call
 from asyncrl.configs import Config
 from asyncrl.configs.loader import build
+from asyncrl.demonstrations import first
 from asyncrl.environments import EnvironmentSettings, load_environment
 from asyncrl.environments.coding_agent import CodingAgentEnvironment
-from asyncrl.errors import ConfigError, SandboxError
+from asyncrl.environments.validate import task_set_of
+from asyncrl.errors import ConfigError, EngineError, SandboxError
 from asyncrl.protocols import Sandbox, SandboxBackend
 from asyncrl.rollout import Episode
 from asyncrl.tokens import ChatRenderer
@@ -131,6 +134,7 @@ def test_a_solution_is_paid_whatever_judges_it(renderer: ChatRenderer, tmp_path:
     assert (played.parts["solved"], played.parts["paid_solved"], played.parts["tool_calls"]) == (1.0, 1.0, 3.0)
     assert played.answers == [f"exit code 0\n{UNFIXED}", f"wrote {len(FIXED)} bytes to double.py"]
     assert played.extras["wall"].startswith("bubblewrap")
+    assert played.extras["behaviour"] == {}
 
 
 def test_what_the_untouched_files_pass_is_not_paid_and_is_found_out_once(
@@ -370,6 +374,17 @@ def test_hidden_tests_and_solutions_are_nowhere_in_the_agents_sandbox(
     assert played.trajectory.reward == 0.0
 
 
+def test_what_is_tried_besides_the_task_is_counted_also_where_the_episode_fails(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    tried = [run("git log; git log -p"), run("cat /proc/1/environ; curl http://example.com"), run("git log")]
+    script = [*tried, EngineError("gone")]
+    (failed,) = play(renderer, tmp_path, script, max_retries=0)
+    assert failed.trajectory.status is TrajectoryStatus.FAILED_ENGINE
+    assert failed.extras["behaviour"] == {"git_history": 2, "credentials": 1, "network": 1}
+    assert json.loads(json.dumps(failed.extras))
+
+
 def test_what_runs_on_in_the_background_is_gone_before_anything_is_judged(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
@@ -509,6 +524,22 @@ def test_a_template_that_cannot_be_read_or_is_missing_is_refused(renderer: ChatR
     with_backend(use, tmp_path)
 
 
+def test_tasks_that_are_left_out_are_not_asked(renderer: ChatRenderer, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    out.write_text("steps\npytest\n")
+
+    async def use(backend: SandboxBackend) -> None:
+        environment = environment_of(backend, renderer, leave_out=str(out), epochs=1)
+        asked = [environment.get_item().task_id for _ in range(len(TASKS) - 2)]
+        assert sorted(asked) == sorted({*TASKS} - {"steps", "pytest"})
+        with pytest.raises(StopIteration):
+            environment.get_item()
+        assert environment.held_out() == ()
+        assert task_set_of(environment).all_ids() == list(TASKS), "they are validated still"
+
+    with_backend(use, tmp_path)
+
+
 def test_more_sandboxes_held_than_there_are_is_refused() -> None:
     def config(held: int, name: str = "coding_agent") -> Config:
         options: dict[str, Any] = {"max_open": held}
@@ -532,20 +563,33 @@ def test_more_sandboxes_held_than_there_are_is_refused() -> None:
             config(held, name)
 
 
-def test_demonstrations_solve_their_tasks(renderer: ChatRenderer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", CallFormat)
+def test_demonstrations_are_episodes_that_solve_their_tasks(
+    renderer: ChatRenderer, tmp_path: Path, form: CallFormat
+) -> None:
     async def use(backend: SandboxBackend) -> None:
-        environment = environment_of(backend, renderer)
-        (shown,) = [m for m in environment.demonstrations() if "double(x) is wrong" in m[1]["content"]][:1]
+        environment = environment_of(backend, renderer, calls=form.value, check_command="cat double.py; false")
+        (shown,) = await first(environment.demonstrations(), 1)
         replies = [message["content"] for message in shown if message["role"] == "assistant"]
         sampler = ScriptedSampler(renderer, lambda trajectory_id, turn: replies[turn])
         task = Task(task_id="calls", environment="coding_agent")
         (trajectory,) = await environment.collect_trajectories(task, sampler, group_id="7", group_size=1)
         assert trajectory.reward == 1.0
+        assert (trajectory.extras["tool_calls"], trajectory.num_turns) == (2, 2), "the check is not the agent's call"
         played = renderer.decode(trajectory.segments[0].token_ids, keep_special=True)
-        told = renderer.decode(renderer.start(shown[:-1]), keep_special=True)
-        assert played.startswith(told), "the conversation is what an episode is"
+        assert f"exit code 1\n{FIXED}" in played
+        told = renderer.decode(renderer.start(shown), keep_special=True)
+        assert told.startswith(played), "the conversation is what an episode is"
         note = environment.teacher_note(Episode(trajectory_id="", task=task))
-        assert FIXED in note
+        assert write_call(ToolCall(name="write", arguments={"path": "double.py", "content": FIXED}), form) in note
         await environment.aclose()
 
     with_backend(use, tmp_path)
+
+
+def test_a_check_is_made_after_changes_and_only_then(renderer: ChatRenderer, tmp_path: Path) -> None:
+    script = [run("ls"), "```edit double.py\nnothing\n=======\nx\n```", "```edit double.py\n+\n=======\n*\n```", SUBMIT]
+    (played,) = play(renderer, tmp_path, script, check_command="echo checked")
+    assert ["checked" in answer for answer in played.answers] == [False, False, True]
+    assert played.answers[2] == "edited double.py\nexit code 0\nchecked\n"
+    assert played.trajectory.reward == 1.0

@@ -68,6 +68,10 @@ TOOLS: Mapping[str, Tool] = {
 }
 
 
+CHANGING = frozenset({"write", "edit"})
+"""Tools that are for changing files."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """One call that can be carried out.

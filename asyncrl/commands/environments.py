@@ -30,7 +30,6 @@ import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
 import trio
@@ -54,7 +53,7 @@ from asyncrl.commands.coding_tasks import (
     show_set,
 )
 from asyncrl.configs import Config, load_config
-from asyncrl.demonstrations import Demonstrating, write_demonstrations
+from asyncrl.demonstrations import Demonstrating, first, write_demonstrations
 from asyncrl.environments import ENVIRONMENTS
 from asyncrl.environments.loading import environment_class
 from asyncrl.environments.validate import task_set_of, validate
@@ -207,4 +206,4 @@ async def _demonstrate(config: Config, path: Path, limit: int | None) -> int:
             raise ConfigError(
                 f"environment {config.environment.name!r} has no demonstrations() that shows reference solutions"
             )
-        return write_demonstrations(path, islice(environment.demonstrations(), limit))
+        return write_demonstrations(path, await first(environment.demonstrations(), limit))

@@ -19,20 +19,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
+from asyncrl.behaviour import KEY as BEHAVIOUR
 from asyncrl.coding.bundled import load_task_set
 from asyncrl.coding.grading import Grader
+from asyncrl.coding.monitor import observe
 from asyncrl.coding.places import begin_step
+from asyncrl.coding.playing import lets_go_on
 from asyncrl.coding.rewards import Conduct, pay
 from asyncrl.coding.shelf import Shelf
-from asyncrl.coding.tasks import CodingTask, TaskStep
-from asyncrl.coding.tool_use import ToolUser
-from asyncrl.coding.tools import CallFormat, Malformed, ToolCall, describe_tools, read_calls, tool_schemas, write_call
+from asyncrl.coding.tasks import CodingTask, TaskSet, TaskStep
+from asyncrl.coding.tool_use import ToolResult, ToolUser
+from asyncrl.coding.tools import (
+    CHANGING,
+    CallFormat,
+    Malformed,
+    ToolCall,
+    describe_tools,
+    read_calls,
+    tool_schemas,
+    write_call,
+)
+from asyncrl.coding.verdict_file import LeavingOut, read_left_out
 from asyncrl.coding.verdicts import Verdict
 from asyncrl.environments.coding_settings import CodingAgentSettings, read_template
 from asyncrl.errors import EnvironmentFault, SandboxError
@@ -64,7 +76,8 @@ class Work:
     num_calls: int = 0
     """Carried out, or refused by their tool."""
     num_malformed: int = 0
-    behaviour: Counter[str] = field(default_factory=Counter)
+    behaviour: dict[str, int] = field(default_factory=dict)
+    """What the agent was seen trying besides -> how often."""
 
     @property
     def step(self) -> TaskStep:
@@ -83,6 +96,8 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
     ) -> None:
         """Raises: ConfigError for a set of tasks, or a template, that cannot be had."""
         self._set = load_task_set(settings.tasks, settings.task_options, seed=seed)
+        if settings.leave_out is not None:
+            self._set = LeavingOut(self._set, read_left_out(settings.leave_out))
         if settings.template:
             renderer = renderer.with_template(read_template(settings.template))
         self._template_tells = settings.calls is CallFormat.NATIVE and renderer.takes_tools
@@ -117,6 +132,11 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         """Return every task that can be told beforehand, of both splits."""
         return self._named(self._set.all_ids())
 
+    @property
+    def task_set(self) -> TaskSet:
+        """The tasks of all splits."""
+        return self._set
+
     async def aclose(self) -> None:
         """Give up what tasks and judges share."""
         await self._shelf.aclose()
@@ -133,7 +153,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             times = [step.agent_timeout_s for step in task.steps]
             episode.time_limit_s = sum(math.inf if time is None else time for time in times)
             episode.extras["wall"] = self._wall
-            episode.notes["work"] = Work(
+            episode.notes["work"] = work = Work(
                 task=task,
                 user=ToolUser(
                     sandbox=sandbox,
@@ -143,6 +163,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
                 untouched=untouched,
                 began=trio.current_time(),
             )
+            episode.extras[BEHAVIOUR] = work.behaviour
             yield
 
     def _check_times(self, task: CodingTask) -> None:
@@ -191,36 +212,45 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         """Carry out the calls of a reply, and answer each."""
         work: Work = episode.notes["work"]
         answers: list[str] = []
+        changed = False
         for call in read_calls(self._said(episode, text), self.settings.calls):
             if isinstance(call, Malformed):
                 work.num_malformed += 1
                 answers.append(f"error: {call.reason}")
-            elif work.num_calls == self.settings.max_tool_calls:
+                continue
+            if work.num_calls == self.settings.max_tool_calls:
                 return StepOutcome(done=True, status=TrajectoryStatus.TRUNCATED_TURNS)
-            elif call.name == "submit":
-                work.num_calls += 1
-                return await self._end_step(episode, work, answers)
-            else:
-                work.num_calls += 1
-                answers.append(await self._use(work, call))
+            work.num_calls += 1
+            if call.name == "submit":
+                return await self._end_step(work, answers)
+            result = await self._use(work, call)
+            for seen in observe(call, result.shown):
+                work.behaviour[seen.value] = work.behaviour.get(seen.value, 0) + 1
+            answers.append(result.shown)
+            changed |= result.done and call.name in CHANGING
+        if changed and self.settings.check_command:
+            answers.append((await self._use(work, self._check)).shown)
         limit = work.step.agent_timeout_s
         if limit is not None and trio.current_time() >= work.began + limit:
-            return await self._end_step(episode, work, [])
+            return await self._end_step(work, [])
         return StepOutcome(done=False, messages=self._answers(answers))
+
+    @property
+    def _check(self) -> ToolCall:
+        return ToolCall(name="run", arguments={"command": self.settings.check_command})
 
     def _said(self, episode: Episode, text: str) -> str:
         """Return a reply's text; in the model's own format with its special tokens, which calls may be made of."""
-        if self.settings.calls is CallFormat.FENCED:
+        if self.settings.calls is CallFormat.FENCED or not episode.turns:
             return text
         token_ids = list(episode.turns[-1].completion.token_ids)
         while token_ids and token_ids[-1] in self.renderer.end_token_ids:
             token_ids.pop()
         return self.reply_prefix + self.renderer.decode(token_ids, keep_special=True)
 
-    async def _use(self, work: Work, call: ToolCall) -> str:
+    async def _use(self, work: Work, call: ToolCall) -> ToolResult:
         wall_s = min(self.settings.tool_timeout_s, work.task.limits.wall_s)
-        result = await work.user.use(call, wall_s=wall_s)
-        return result.shown
+        return await work.user.use(call, wall_s=wall_s)
 
     def _answers(self, answers: Sequence[str]) -> list[Message]:
         if self._template_tells:
@@ -229,15 +259,14 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             answers = [f"<tool_response>\n{answer}\n</tool_response>" for answer in answers]
         return [{"role": "user", "content": "\n".join(answers)}]
 
-    async def _end_step(self, episode: Episode, work: Work, answers: Sequence[str]) -> StepOutcome:
+    async def _end_step(self, work: Work, answers: Sequence[str]) -> StepOutcome:
         """End the present step of the task; ask the next one, where there is one and this one came to enough."""
         if len(work.verdicts) + 1 == len(work.task.steps):
             return StepOutcome(done=True)  # it is judged after the agent's time
         step = work.step
         verdict = await self._judge(work)
         work.verdicts.append(verdict)
-        found = verdict.rewards or {"reward": verdict.reward}
-        if verdict.tampered or any(found.get(name, -math.inf) < least for name, least in step.min_reward.items()):
+        if verdict.tampered or not lets_go_on(step, verdict):
             work.over = True
             return StepOutcome(done=True)
         await begin_step(work.user.sandbox, work.task, work.step)
@@ -284,32 +313,35 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
 
     def teacher_note(self, episode: Episode) -> str:
         """Return the reference of the first step, as a teacher is told it."""
-        return "This is correct:\n" + self._solving(self._shelf.task(episode.task.task_id))
+        calls = self._solving(self._shelf.task(episode.task.task_id).steps[0])
+        if not calls:
+            raise EnvironmentFault(f"{episode.task.task_id} has no reference that is files, which could be told")
+        return "\n".join(["This is correct:", *(write_call(call, self.settings.calls) for call in calls)])
 
-    def _solving(self, task: CodingTask) -> str:
-        """Return the calls that solve the first step. Raises: EnvironmentFault where the task does not say it so."""
-        reference = task.steps[0].reference
-        if reference is None or reference.script:
-            raise EnvironmentFault(f"{task.task_id} has no reference that is files, which could be shown")
-        calls = [
+    def _solving(self, step: TaskStep) -> list[ToolCall]:
+        """Return the calls that solve a step; none where it does not say it in files."""
+        if step.reference is None or step.reference.script:
+            return []
+        return [
             ToolCall(name="write", arguments={"path": path, "content": data.decode()})
-            for path, data in reference.files.items()
+            for path, data in step.reference.files.items()
         ]
-        return "\n".join(write_call(call, self.settings.calls) for call in calls)
 
-    def demonstrations(self) -> Iterator[Sequence[Message]]:
-        """Yield a conversation for each training task of one step: its reference is written, then submitted."""
-        for task_id in self._set.training_ids(0):
-            task = self._shelf.task(task_id)
-            reference = task.steps[0].reference
-            if len(task.steps) > 1 or reference is None or reference.script:
+    async def demonstrations(self) -> AsyncIterator[Sequence[Message]]:
+        """Yield a conversation for each training task that says in files what solves it: written, then submitted.
+
+        The answers are what the sandbox really says. Raises: SandboxError, EnvironmentFault.
+        """
+        for task in self._named(self._set.training_ids(0)):
+            calls = self._solving(self._shelf.task(task.task_id).steps[0])
+            if not calls:
                 continue
-            asked = self.start(Episode(trajectory_id="demonstration", task=self._named([task_id])[0]))
-            answers = [f"wrote {len(data)} bytes to {path}" for path, data in reference.files.items()]
-            submit = write_call(ToolCall(name="submit"), self.settings.calls)
-            yield [
-                *asked,
-                {"role": "assistant", "content": self._solving(task)},
-                *self._answers(answers),
-                {"role": "assistant", "content": submit},
-            ]
+            episode = Episode(trajectory_id="demonstration", task=task)
+            async with self.holding(episode):
+                messages = [*self.start(episode)]
+                for call in calls:
+                    said = write_call(call, self.settings.calls)
+                    outcome = await self.step(episode, said)
+                    messages += [{"role": "assistant", "content": said}, *outcome.messages]
+                submit = write_call(ToolCall(name="submit"), self.settings.calls)
+                yield [*messages, {"role": "assistant", "content": submit}]

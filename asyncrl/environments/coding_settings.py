@@ -35,6 +35,8 @@ class CodingAgentSettings(RolloutSettings):
     """A name of the TASK_SETS table, or "package.module:Class"."""
     task_options: Mapping[str, Any] = field(default_factory=dict)
     """The set's own settings."""
+    leave_out: Path | None = None
+    """A file of tasks that are never asked: verdicts of `asyncrl environments validate --keep`, or an id a line."""
     max_turns: int = 12
     max_tokens: int = 512
     max_episode_tokens: int = 4096
@@ -59,7 +61,10 @@ class CodingAgentSettings(RolloutSettings):
     """System message, before the tools and limits; where it is empty, those stand in the user's first message."""
     shown_file_characters: int = 0
     """Of the task's files, in the order of their names, those that fit into so many characters are in the prompt."""
-    max_open: int = 32
+    check_command: str = ""
+    """Shell text that shows how far the work is, run after each reply that wrote or edited a file; its answer is added
+    to the others. It is the agent's to see, so no hidden check; empty leaves the agent to look for itself."""
+    max_open: int = 48
     """Episodes that have a sandbox at a time, others wait; below max_open of [sandbox], since judges need some too."""
     reward: RewardSettings = field(default_factory=RewardSettings)
     """Weights of the reward's parts."""
