@@ -52,6 +52,8 @@ class Progress:
 
     def __init__(self, console: Console, *, title: str, max_steps: int) -> None:
         self._console = console
+        # A terminal that cannot move its cursor gets the lines of a log file: a live table would show at the end only.
+        self._draws = console.is_terminal and not console.is_dumb_terminal
         self._title = title
         self._max_steps = max_steps
         self._rows = deque[Mapping[str, float]](maxlen=_SHOWN_STEPS)
@@ -63,7 +65,7 @@ class Progress:
     @asynccontextmanager
     async def shown(self) -> AsyncIterator[None]:
         """Show the live table while inside, where the console is a terminal."""
-        if not self._console.is_terminal:
+        if not self._draws:
             yield
             return
         with Live(get_renderable=self._render, console=self._console, auto_refresh=False) as live:
@@ -80,7 +82,7 @@ class Progress:
     def say(self, note: str) -> None:
         """Say what is going on, once in a log file and as long as it lasts on a terminal."""
         self.note = note
-        if not self._console.is_terminal:
+        if not self._draws:
             self._console.print(note, highlight=False)
 
     def step(self, record: Mapping[str, float]) -> None:
@@ -94,7 +96,7 @@ class Progress:
         self._print(record, _WARM_START_COLUMNS)
 
     def _print(self, record: Mapping[str, float], columns: Sequence[tuple[str, str, str]]) -> None:
-        if not self._console.is_terminal:
+        if not self._draws:
             cells = (f"{title} {text.format(record[key])}" for title, key, text in columns if key in record)
             self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +29,7 @@ from asyncrl.types import Group, PolicyVersion, TokenIds
 WARM_START = "warm_start"
 """The `phase` of a line of metrics.jsonl that is about demonstrations; the others say "rollouts"."""
 
+_LAST_STEPS = 200  # that are kept in memory for who looks at the run while it goes: half a megabyte
 _STATUS_EVERY_S = 1.0  # at most, while groups finish; with thousands of episodes each would cost more than they do
 
 
@@ -62,10 +65,12 @@ class RunRecorder:
         self._timeline = timeline
         self._wall_clock = wall_clock
         self._run: Run | None = None
+        self._last_steps = deque[Mapping[str, float]](maxlen=_LAST_STEPS)
         self._generated = (0.0, 0.0)
         self._status_due = 0.0
         for path in (directory.metrics, directory.spikes, directory.tokens):
             _cut_back(path, version)
+        self._last_steps.extend(read_metrics(directory)[-_LAST_STEPS:])
         directory.summary.unlink(missing_ok=True)  # of before a resume: it must not speak for what follows
 
     def watch(self, run: Run) -> None:
@@ -106,6 +111,7 @@ class RunRecorder:
         self._generated = (seconds, generated)
         line = {**record, "generated_tokens_per_second": rate}
         self._append_metrics(line, phase="rollouts")
+        self._last_steps.append(line)
         step = int(record["step"])
         with self._directory.spikes.open("ab") as file:
             file.write(spike_line(result, step=step, decode=self._decode_all, sampling=self._sampling))
@@ -144,26 +150,31 @@ class RunRecorder:
         self._write_status()
 
     def _write_status(self) -> None:
-        if self._run is None:
-            return
+        if self._run is not None:
+            self._status_due = trio.current_time() + _STATUS_EVERY_S
+            self._directory.write_json(self._directory.status, self.status())
+
+    def status(self) -> dict[str, Any]:
+        """Return what status.json holds, as of this moment."""
+        assert self._run is not None, "status() after watch()"
         status = self._run.status
-        self._status_due = trio.current_time() + _STATUS_EVERY_S
-        self._directory.write_json(
-            self._directory.status,
-            {
-                "pid": os.getpid(),
-                "time": self._wall_clock(),
-                "phase": status.phase,
-                "moment": moment(self._run),
-                "straggler_group": self._run.learner_idle.straggler,
-                "waiting": self._run.explain(),
-                "counters": status.counters() | {"seconds": self._run.seconds},
-                "accounting": self._run.ledger.statement().as_dict(),
-                "selection": status.selection.report(),
-                "journal": asdict(journal) if (journal := self._run.journal.statistics()) else None,
-                "last_step": dict(status.last_step),
-            },
-        )
+        return {
+            "pid": os.getpid(),
+            "time": self._wall_clock(),
+            "phase": status.phase,
+            "moment": moment(self._run),
+            "straggler_group": self._run.learner_idle.straggler,
+            "waiting": self._run.explain(),
+            "counters": status.counters() | {"seconds": self._run.seconds},
+            "accounting": self._run.ledger.statement().as_dict(),
+            "selection": status.selection.report(),
+            "journal": asdict(journal) if (journal := self._run.journal.statistics()) else None,
+            "last_step": dict(status.last_step),
+        }
+
+    def last_steps(self) -> Sequence[Mapping[str, float]]:
+        """Return the lines of the last steps on rollouts, oldest first."""
+        return tuple(self._last_steps)
 
     def finish(self, run: Run, *, wall_seconds: float) -> dict[str, Any]:
         """Write summary.json and return it."""
@@ -214,7 +225,7 @@ def summarise(status: RunStatus, *, wall_seconds: float, seconds: float, unfinis
 
 
 def read_metrics(directory: RunDirectory) -> list[dict[str, Any]]:
-    """Return the steps on rollouts; a torn last line, of a run that was killed or still writes, is left out."""
+    """Return the steps on rollouts, without lines that are torn: of a run that was killed, or that still writes."""
     return [line for line in _read_lines(directory.metrics) if line.get("phase") != WARM_START]
 
 
@@ -236,7 +247,11 @@ def read_tokens(directory: RunDirectory) -> list[dict[str, Any]]:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        with suppress(ValueError):  # a power failure leaves zeros; `asyncrl report` counts such lines
+            found.append(json.loads(line))
+    return found
 
 
 def _cut_back(path: Path, version: PolicyVersion) -> None:

@@ -91,6 +91,8 @@ class MetricsSettings:
     host: str = "127.0.0.1"
     port: int = 0
     """Of GET /metrics; 0 takes a free port and prints it."""
+    page: bool = True
+    """Whether the run is shown as a web page, at / of the same host and port, to whoever can reach it."""
     events_mib: float = 32.0
     """Of the run's newest events that stay on disk for `asyncrl trace`; 0 writes none."""
 

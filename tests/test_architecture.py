@@ -27,6 +27,7 @@ LAYERS = (
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",
+        "asyncrl.live",
         "asyncrl.timeline",
         "asyncrl.trace",
         "asyncrl.simulation",

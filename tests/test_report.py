@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from browser import find_browser, look, rows_with
 from tree import ROOT
 
 from asyncrl import cli, run_directory
@@ -346,45 +344,22 @@ def test_intervals_are_of_all_episodes_of_a_window() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    found = next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-    )
-    if not found:
-        pytest.skip("needs a headless browser: apt-get install chromium")
-    return found
-
-
-def look(browser: str, page: Path, picture: Path, *, height: int, dark: bool = False) -> str:
-    """Write what the browser shows as a PNG; return what it wrote into its console."""
-    argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
-    argv += [f"--user-data-dir={picture.parent / 'profile'}", f"--window-size=1280,{height}", f"--screenshot={picture}"]
-    argv += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    done = subprocess.run([*argv, page.as_uri()], capture_output=True, text=True, timeout=120, check=False)
-    assert picture.exists(), done.stderr[-2000:]
-    return "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
-def _rows_with(picture: Path, colour: str) -> int:
-    """Return in how many rows of a picture a colour is seen."""
-    wanted = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    image = Image.open(picture).convert("RGB")
-    data, width = image.tobytes(), image.width * 3
-    return sum(bytes(wanted) in data[row * width : (row + 1) * width] for row in range(image.height))
+    return find_browser()
 
 
 def test_a_browser_shows_the_pictures_and_has_nothing_to_complain_of(browser: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken.html"
     broken.write_text("<script>nothing()</script>")
-    assert "nothing is not defined" in look(browser, broken, tmp_path / "broken.png", height=200)
+    assert "nothing is not defined" in look(browser, broken.as_uri(), tmp_path / "broken.png", height=200)
     page = tmp_path / "report.html"
     page.write_text(page_of(write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=2)), encoding="utf-8")
     for dark in (False, True):
         picture = tmp_path / f"{dark}.png"
-        assert look(browser, page, picture, height=6000, dark=dark) == ""
-        assert _rows_with(picture, "#3b82f6") > 150, "the first run's lines"
-        assert _rows_with(picture, "#f59e0b") > 150, "the second run's"
-        assert (_rows_with(picture, "#fbfbfa") > 5000) is not dark
-        assert (_rows_with(picture, "#131518") > 5000) is dark
+        assert look(browser, page.as_uri(), picture, height=6000, dark=dark) == ""
+        assert rows_with(picture, "#3b82f6") > 150, "the first run's lines"
+        assert rows_with(picture, "#f59e0b") > 150, "the second run's"
+        assert (rows_with(picture, "#fbfbfa") > 5000) is not dark
+        assert (rows_with(picture, "#131518") > 5000) is dark
 
 
 def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:

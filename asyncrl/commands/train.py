@@ -33,6 +33,7 @@ from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
 from asyncrl.engines import EnginePool
 from asyncrl.errors import ConfigError
+from asyncrl.live import LivePage
 from asyncrl.metering import MeteredBackend
 from asyncrl.metrics import Sampled, Source, collector
 from asyncrl.preflight import load_demonstrations, preflight
@@ -84,6 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
         host, port = listener.getsockname()
         console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
         console.print(f"Prometheus metrics at http://{host}:{port}/metrics", highlight=False, soft_wrap=True)
+        if config.metrics.page:
+            console.print(f"the run as a page at http://{host}:{port}/", highlight=False, soft_wrap=True)
         if warm_start is not None:
             console.print(f"warm start: {warm_start.describe()}", highlight=False, soft_wrap=True)
         if arguments.resume:
@@ -180,7 +183,10 @@ async def _train(
                     console.print(note, highlight=False, soft_wrap=True)
                 progress.watch(run)
                 recorder.watch(run)
-                await beside.start(serve, _metrics_app(run, parts, directory, beside), listener)
+                app = _metrics_app(run, parts, directory, beside)
+                if config.metrics.page:
+                    app = LivePage(app, title=directory.path.name, status=recorder.status, steps=recorder.last_steps)
+                await beside.start(serve, app, listener)
                 gc.freeze()  # what is here stays: full collections, which stall the loop, need not walk over it
                 await run.train()
                 summary = recorder.finish(run, wall_seconds=trio.current_time() - started)
