@@ -89,6 +89,7 @@ class RunRecorder:
                 line = {
                     "trajectory_id": trajectory.trajectory_id,
                     "task_id": trajectory.task_id,
+                    "environment": trajectory.environment,
                     "status": trajectory.status,
                     "reward": trajectory.reward,
                     "reward_parts": trajectory.reward_parts,
@@ -96,6 +97,7 @@ class RunRecorder:
                     "versions": sorted({span.version for s in trajectory.segments for span in s.spans}),
                     "text": [self._decode(segment.token_ids) for segment in trajectory.segments],
                     "detail": trajectory.detail,
+                    "extras": trajectory.extras,
                 }
                 file.write(json.dumps(line) + "\n")
         if trio.current_time() >= self._status_due:

@@ -593,3 +593,34 @@ def test_a_check_is_made_after_changes_and_only_then(renderer: ChatRenderer, tmp
     assert ["checked" in answer for answer in played.answers] == [False, False, True]
     assert played.answers[2] == "edited double.py\nexit code 0\nchecked\n"
     assert played.trajectory.reward == 1.0
+
+
+# --- what is recorded -----------------------------------------------------------------------------------------
+
+
+def test_what_was_tried_and_how_it_came_out_is_in_the_record(renderer: ChatRenderer, tmp_path: Path) -> None:
+    script = [run("git log; curl https://example.com"), run("curl -s https://example.com"), WRONG + "\n" + SUBMIT]
+    (tried,) = play(renderer, tmp_path, script)
+    assert tried.extras["behaviour"] == {"network": 2, "git_history": 1}
+    (told,) = tried.extras["evidence"]
+    assert (told["solved"], told["failed"], told["changed"]) == (False, ["call 2", "call 3"], ["double.py"])
+    (honest,) = play(renderer, tmp_path, [FIX + "\n" + SUBMIT, HALF + "\n" + SUBMIT], task="steps")
+    assert honest.extras["behaviour"] == {}
+    assert [step["changed"] for step in honest.extras["evidence"]] == [["double.py"], ["half.py"]]
+
+
+def test_tasks_that_are_left_out_are_never_asked(renderer: ChatRenderer, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("calls\npytest\nsteps\n")
+
+    async def use(backend: SandboxBackend) -> tuple[set[str], set[str]]:
+        environment = environment_of(backend, renderer, leave_out=str(path))
+        asked = {environment.get_item().task_id for _ in range(30)}
+        held_out = {task.task_id for task in environment.held_out()}
+        await environment.aclose()
+        return asked, held_out
+
+    asked, held_out = with_backend(use, tmp_path)
+    assert {"script", "last"} <= asked
+    assert not asked & {"calls", "pytest", "steps"}
+    assert held_out == set()

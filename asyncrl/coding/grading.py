@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from asyncrl.coding.verdicts import Verdict
 from asyncrl.errors import EnvironmentFault, SandboxError, UnsafeFilesError
 from asyncrl.protocols import ExecResult, Outcome, Sandbox, SandboxBackend, Snapshot
 from asyncrl.sandbox.collecting import Collected, collect
-from asyncrl.sandbox.judge import run_calls
+from asyncrl.sandbox.judge import Call, CallResult, run_calls
 from asyncrl.sandbox.verifier import PytestVerifier, TestOutcome
 
 _TESTS, _LOGS, _PACKAGES = "/tests", "/logs/verifier", "/judge"
@@ -45,6 +45,24 @@ class Grader:
             case ScriptChecks() as checks:
                 return await self._grade_script(task, checks, sandbox)
 
+    async def visible(self, task: CodingTask, step: TaskStep, sandbox: Sandbox) -> tuple[int, int] | None:
+        """Return how many of the visible calls pass, and how many there are; None for steps without any.
+
+        Raises: SandboxError when a sandbox failed.
+        """
+        checks = step.checks
+        if not isinstance(checks, CallChecks) or not checks.visible:
+            return None
+        source = (await collect(sandbox, [checks.path])).files.get(checks.path, b"")
+        results = await self._run_calls(task, checks, source.decode(errors="replace"), checks.visible)
+        return sum(result.passed for result in results), len(results)
+
+    async def _run_calls(
+        self, task: CodingTask, checks: CallChecks, text: str, calls: Sequence[Call]
+    ) -> Sequence[CallResult]:
+        limits, timeout_s = task.limits, checks.call_timeout_s
+        return await run_calls(self._backend, text, checks.function, calls, limits=limits, call_timeout_s=timeout_s)
+
     async def _grade_calls(self, task: CodingTask, checks: CallChecks, collected: Collected) -> Verdict:
         source = collected.files.get(checks.path)
         if source is None:
@@ -53,14 +71,7 @@ class Grader:
             text = source.decode()
         except UnicodeDecodeError as error:
             return Verdict(reward=0.0, solved=False, detail=f"{checks.path} is not UTF-8: {error.reason}")
-        results = await run_calls(
-            self._backend,
-            text,
-            checks.function,
-            checks.hidden,
-            limits=task.limits,
-            call_timeout_s=checks.call_timeout_s,
-        )
+        results = await self._run_calls(task, checks, text, checks.hidden)
         passed = {f"call {number}": result.passed for number, result in enumerate(results)}
         errors = [result.error or f"answered {result.got}" for result in results if not result.passed]
         return _from_checks(passed, detail="; ".join(errors))

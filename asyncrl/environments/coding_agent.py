@@ -21,11 +21,14 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 
 from asyncrl.behaviour import KEY as BEHAVIOUR
 from asyncrl.coding.bundled import load_task_set
+from asyncrl.coding.evidence import KEY as EVIDENCE
+from asyncrl.coding.evidence import Trail
 from asyncrl.coding.grading import Grader
 from asyncrl.coding.monitor import observe
 from asyncrl.coding.places import begin_step
@@ -78,6 +81,9 @@ class Work:
     num_malformed: int = 0
     behaviour: dict[str, int] = field(default_factory=dict)
     """What the agent was seen trying besides -> how often."""
+    trail: Trail
+    evidence: list[dict[str, Any]] = field(default_factory=list)
+    """Of the steps in `verdicts`."""
 
     @property
     def step(self) -> TaskStep:
@@ -150,6 +156,8 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         async with self._shelf.opened(episode.task.task_id) as (task, sandbox, untouched):
             self._check_times(task)
             await begin_step(sandbox, task, task.steps[0])
+            trail = Trail(task)
+            await trail.begin(task.steps[0], sandbox)
             times = [step.agent_timeout_s for step in task.steps]
             episode.time_limit_s = sum(math.inf if time is None else time for time in times)
             episode.extras["wall"] = self._wall
@@ -162,6 +170,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
                 ),
                 untouched=untouched,
                 began=trio.current_time(),
+                trail=trail,
             )
             episode.extras[BEHAVIOUR] = work.behaviour
             yield
@@ -265,27 +274,34 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             return StepOutcome(done=True)  # it is judged after the agent's time
         step = work.step
         verdict = await self._judge(work)
-        work.verdicts.append(verdict)
         if verdict.tampered or not lets_go_on(step, verdict):
             work.over = True
             return StepOutcome(done=True)
         await begin_step(work.user.sandbox, work.task, work.step)
+        await work.trail.begin(work.step, work.user.sandbox)
         work.began = trio.current_time()
         asked: Message = {"role": "user", "content": work.step.instruction.strip()}
         return StepOutcome(done=False, messages=[*(self._answers(answers) if answers else []), asked])
 
     async def _judge(self, work: Work) -> Verdict:
-        """Return the verdict on the present step; a judge's sandbox that failed is replaced by another one."""
+        """Note and return the verdict on the present step; a judge's sandbox that failed is replaced by another one."""
         for _ in range(self.limits.max_retries):
             async with boundary(SandboxError):
-                return await self._grader.grade(work.task, work.step, work.user.sandbox)
-        return await self._grader.grade(work.task, work.step, work.user.sandbox)
+                return await self._judge_once(work)
+        return await self._judge_once(work)
+
+    async def _judge_once(self, work: Work) -> Verdict:
+        step, sandbox = work.step, work.user.sandbox
+        verdict = await self._grader.grade(work.task, step, sandbox)
+        work.evidence.append(await work.trail.end(step, sandbox, verdict, self._grader))
+        work.verdicts.append(verdict)
+        return verdict
 
     async def grade(self, episode: Episode) -> Grade:
         """Judge the step that the agent was at, as it stands, and pay for all of them."""
         work: Work = episode.notes["work"]
         if not work.over:
-            work.verdicts.append(await self._judge(work))
+            await self._judge(work)
             work.over = True
         num_turns = len(episode.turns)
         conduct = Conduct(
@@ -302,6 +318,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             "tool_calls": work.num_calls,
             "malformed": work.num_malformed,
             "verdicts": [verdict.detail for verdict in work.verdicts],
+            EVIDENCE: work.evidence,
         }
         for name, found in (("flaky", "flaky"), ("refused", "refused")):
             values = [value for verdict in work.verdicts for value in getattr(verdict, found)]
