@@ -27,6 +27,7 @@ LAYERS = (
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",
+        "asyncrl.export",
         "asyncrl.live",
         "asyncrl.timeline",
         "asyncrl.trace",

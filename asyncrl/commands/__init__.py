@@ -5,6 +5,7 @@ from asyncrl.commands import (
     check,
     environments,
     evaluate,
+    export,
     plot,
     report,
     sandbox,
@@ -29,6 +30,7 @@ COMMANDS = {
     "plot": plot,
     "report": report,
     "trace": trace,
+    "export": export,
     "bench": bench,
 }
 """Name on the command line -> module."""
