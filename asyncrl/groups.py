@@ -23,6 +23,7 @@ from asyncrl.waiting import RunningGroup, WatchedSampler
 
 ALL_FAILED = "all_failed"
 GROUP_DEADLINE = "group_deadline"
+SAMPLED_BEFORE = "sampled_before_admission"
 _MAX_FAILED_GROUPS = 3  # this many groups in a row without enough usable episodes: the environment is broken, stop
 
 
@@ -209,6 +210,9 @@ class GroupRollouts:
             self._count_failed(group, reason)
             return reason
         self._failed_in_a_row = 0
+        oldest = group.oldest_version
+        if oldest is not None and oldest < self._buffer.sampled_since(group.group_id):
+            return SAMPLED_BEFORE  # by an environment that samples before it is asked; the bound would not hold
         reason = zero_advantage_reason(group)
         return reason if reason and self._may_replace() else None
 

@@ -130,17 +130,22 @@ class Ledger:
         expected = account.amount.trajectories
         self._generated += Amount(trajectories=len(group.trajectories) - expected)  # where nobody knew how many come
         account.finished, account.amount = True, Amount(groups=1)
+        names = {trajectory.trajectory_id for trajectory in group.trajectories}
+        # sampled before it was known which episode it would belong to
+        unnamed = sum(account.sampled.pop(name) for name in [*account.sampled] if name not in names)
         for trajectory in group.trajectories:
             held = trajectory.num_sampled_tokens
             sampled = account.sampled.pop(trajectory.trajectory_id, 0)
+            found = min(unnamed, max(0, held - sampled))
+            unnamed -= found
+            sampled += found
             self._generated += Amount(tokens=max(0, held - sampled))  # brought by the environment, not asked for here
             if trajectory.reward is None:
                 self._lose(trajectory.status.value, Amount(trajectories=1, tokens=max(held, sampled)))
             else:
                 account.amount += Amount(trajectories=1, tokens=held)
                 self._lose(DISCARDED, Amount(tokens=max(0, sampled - held)))
-        self._lose(DISCARDED, Amount(tokens=sum(account.sampled.values())))
-        account.sampled.clear()
+        self._lose(DISCARDED, Amount(tokens=unnamed))
 
     def drop(self, group_id: int, reason: str) -> None:
         """Note that what is left of a group will not be trained on."""

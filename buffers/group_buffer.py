@@ -132,6 +132,10 @@ class GroupBuffer:
         oldest = self._version if sampled_since is None else sampled_since
         self._outstanding[group_id] = _Entry(oldest + self._max_off_policyness)
 
+    def sampled_since(self, group_id: int) -> PolicyVersion:
+        """Return the oldest version that a running group may hold a token of: the bound is kept for no older one."""
+        return self._outstanding[group_id].deadline - self._max_off_policyness
+
     def put(self, group: Group) -> None:
         """Hand in a finished group. Never blocks: the group's slot at the gate is its place here."""
         entry = self._outstanding[group.group_id]

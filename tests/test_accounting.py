@@ -222,3 +222,16 @@ def test_what_is_forgotten_shows() -> None:
     ledger.sample(0, "a", 3)
     del ledger._open[0]
     assert ledger.statement().difference == Amount(groups=1, trajectories=2, tokens=3)
+
+
+def test_tokens_that_were_sampled_for_a_group_before_it_had_episodes_are_counted_once() -> None:
+    ledger = Ledger()
+    task = Task(task_id="task", environment="elsewhere", group_size=0)
+    ledger.admit(7, num_trajectories=0)
+    ledger.sample(7, "7-sampled", 10)
+    ledger.finish(Group(group_id=7, task=task, trajectories=(_trajectory("7-0", 4), _trajectory("7-1", 3))))
+    statement = ledger.statement()
+    assert statement.generated == Amount(groups=1, trajectories=2, tokens=10)
+    assert statement.in_buffer == Amount(groups=1, trajectories=2, tokens=7)
+    assert statement.dropped == {DISCARDED: Amount(tokens=3)}
+    assert statement.difference == Amount()

@@ -260,3 +260,26 @@ def test_an_episode_in_an_engine_is_told_from_one_in_its_environment(tmp_path: P
     simulate(simulation, look)
     assert "0-0 in an engine for 40 s (turn 1)" in seen[0][1]
     assert seen[0][4].endswith("more groups are running, begun later")
+
+
+class Hoarding(FakeEnvironment):
+    """Brings for task 30 what it sampled for task 2, many versions before."""
+
+    hoard: Sequence[Trajectory] = ()
+
+    async def collect_trajectories(self, task: Task, sampler: Sampler, **more: Any) -> Sequence[Trajectory]:
+        if task.task_id != "task-30":
+            found = await super().collect_trajectories(task, sampler, **more)
+            self.hoard = found if task.task_id == "task-2" else self.hoard
+            return found
+        return [replace(t, trajectory_id=f"{more['group_id']}-{place}") for place, t in enumerate(self.hoard)]
+
+
+def test_what_was_sampled_before_its_group_was_admitted_is_dropped_and_counted(tmp_path: Path) -> None:
+    rates = Rates()
+    simulation = Simulation(tmp_path, limits=Limits(steps=10), environment=Hoarding(rates, random.Random(1)))
+    simulate(simulation)
+    assert simulation.status.groups_dropped == {"sampled_before_admission": 1}
+    assert simulation.status.steps == 10
+    assert simulation.status.max_staleness_trained <= 1
+    assert "task-30" not in {group.task.task_id for group in simulation.learner.trained}
