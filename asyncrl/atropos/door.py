@@ -38,14 +38,25 @@ _THREAD_FROM_BYTES = 2**20  # a larger body is read on a thread: it would hold a
 class Trainer(Protocol):
     """For whom groups are posted."""
 
-    registration: Registration | None
-    """None until the trainer has said how it trains."""
     takes: bool
     """Whether it has begun to take groups: environments wait until then."""
     roster: Roster
     waiting: WaitingCounts
-    vocab_size: int | None
-    """Ids are below it, where that is known."""
+
+    @property
+    def registration(self) -> Registration | None:
+        """How it trains; None until it has said so."""
+        ...
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids are below it, where that is known."""
+        ...
+
+    @property
+    def max_group_size(self) -> int | None:
+        """Sequences of the largest group that it can ever take, where there is a largest."""
+        ...
 
     @property
     def current_step(self) -> int:
@@ -239,9 +250,10 @@ class Door:
             groups = reading(body, **limits)
         else:
             groups = await trio.to_thread.run_sync(lambda: reading(body, **limits), limiter=self._threads)
+        largest = self._trainer.max_group_size
         for group in groups:
-            if said and group.size > said.batch_size:
-                raise BadField("tokens", f"a group of {group.size} never fits into a batch of {said.batch_size}")
+            if largest is not None and group.size > largest:
+                raise BadField("tokens", f"a group of {group.size} never fits into a batch of {largest}")
             self._trainer.roster.hear(group.env_id)
         return groups
 

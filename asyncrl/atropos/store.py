@@ -89,6 +89,11 @@ class Store:
         """reason -> groups"""
 
     @property
+    def max_group_size(self) -> int | None:
+        """A whole batch."""
+        return self.registration.batch_size if self.registration else None
+
+    @property
     def current_step(self) -> int:
         """The trainer's starting step, and the batches that it was lent since."""
         return self._step

@@ -82,6 +82,8 @@ class Gateway:
         """Opens every session, and what only the operator may do."""
         self.url = ""
         """Where agents reach it; "" until it serves."""
+        self.more_routes: list[Route] = []
+        """Routes of whoever is handed the gateway before it serves."""
         self._settings = settings
         self._cache_use = cache_use
         self._by_id: dict[str, Session] = {}
@@ -100,7 +102,8 @@ class Gateway:
         """Answer requests until cancelled; takes the socket over. `routes` are further ones."""
         host, port = listener.getsockname()[:2]
         self.url = self._settings.public_url.rstrip("/") or f"http://{host}:{port}"
-        server = HTTPServer(Routes([*self.routes(), *routes]).answer, stalled_client_s=self._settings.stalled_client_s)
+        table = Routes([*self.routes(), *routes, *self.more_routes])
+        server = HTTPServer(table.answer, stalled_client_s=self._settings.stalled_client_s)
         async with trio.open_nursery() as nursery:
             if self._cache_use is not None:
                 nursery.start_soon(self._cache_use.watch)
@@ -133,11 +136,25 @@ class Gateway:
         finally:
             self.forget(session)
 
-    def open(self, sampler: Sampler, *, task: Task, trajectory_id: str, deadline_s: float = math.inf) -> Session:
-        """Return a new session, which the caller must `forget`. Raises: EnvironmentFault."""
+    def open(
+        self,
+        sampler: Sampler,
+        *,
+        task: Task,
+        trajectory_id: str,
+        deadline_s: float = math.inf,
+        record: Record | None = None,
+        max_requests: int = 0,
+    ) -> Session:
+        """Return a new session, which the caller must `forget`.
+
+        A `record` of one's own keeps what it likes of what is sampled; 0 `max_requests` is `max_session_requests`.
+        Raises: EnvironmentFault.
+        """
         if not self.url:
             raise EnvironmentFault("the gateway does not serve: nobody could reach the session")
-        record = Record(end_token_ids=self.model.renderer.end_token_ids, vocab_size=self.model.renderer.vocab_size)
+        if record is None:
+            record = Record(end_token_ids=self.model.renderer.end_token_ids, vocab_size=self.model.renderer.vocab_size)
         session = Session(
             sampler,
             record,
@@ -145,7 +162,7 @@ class Gateway:
             trajectory_id=trajectory_id,
             url=self.url,
             deadline_s=deadline_s,
-            max_requests=self._settings.max_session_requests,
+            max_requests=max_requests or self._settings.max_session_requests,
         )
         self._by_id[session.session_id] = self._by_token[session.token] = session
         return session
