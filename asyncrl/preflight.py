@@ -12,7 +12,7 @@ import trio
 
 from asyncrl.configs import Config
 from asyncrl.demonstrations import Demonstrations, read_demonstrations
-from asyncrl.environments import load_environment
+from asyncrl.environments import load_environment, resolve_options
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.learner.critic_settings import check_critic
 from asyncrl.learner.vocabulary import check_same_vocabulary
@@ -46,6 +46,9 @@ def load_demonstrations(config: Config) -> Demonstrations | None:
     if not settings.enabled:
         return None
     renderer = ChatRenderer.load(config.model.path)
+    options = resolve_options(config.environment)
+    if hasattr(options, "rendering"):  # the environment brings a template, or tools: its episodes are rendered so too
+        renderer = options.rendering(renderer)
     longest = settings.max_tokens or config.engine.max_model_len
     return read_demonstrations(settings.path, renderer, max_tokens=longest, too_long=settings.too_long)
 

@@ -19,11 +19,12 @@ from scripted import TEMPLATE, Reply, ScriptedSampler, write_chat_files
 from asyncrl.coding.tools import CallFormat, ToolCall, write_call
 from asyncrl.configs import Config
 from asyncrl.configs.loader import build
-from asyncrl.demonstrations import first
+from asyncrl.demonstrations import first, write_demonstrations
 from asyncrl.environments import EnvironmentSettings, load_environment
 from asyncrl.environments.coding_agent import CodingAgentEnvironment
 from asyncrl.environments.validate import task_set_of
 from asyncrl.errors import ConfigError, EngineError, SandboxError
+from asyncrl.preflight import load_demonstrations
 from asyncrl.protocols import Sandbox, SandboxBackend
 from asyncrl.rollout import Episode
 from asyncrl.tokens import ChatRenderer
@@ -296,13 +297,15 @@ def test_a_judge_whose_sandbox_fails_is_asked_again_and_the_episode_is_kept(
     [
         ("slow-checks", "its checks may take 5000 s, and grading_timeout_s = 900 must be more"),
         ("broken-setup", "the set-up of step '' failed: ok, exit code 3"),
+        ("blocked", "'notes.txt/x' of step 'second' cannot be written"),
         ("unknown", "task 'unknown' cannot be built: no task 'unknown'"),
     ],
 )
 def test_a_task_that_cannot_be_asked_is_masked_with_the_reason(
     renderer: ChatRenderer, tmp_path: Path, task: str, says: str
 ) -> None:
-    (played,) = play(renderer, tmp_path, [SUBMIT], task=task, reward={"partial_weight": 0.0})
+    reward = {"partial_weight": 0.2 if task == "blocked" else 0.0}
+    (played,) = play(renderer, tmp_path, [SUBMIT], task=task, reward=reward)
     assert played.trajectory.status is TrajectoryStatus.FAILED_ENVIRONMENT
     assert says in played.trajectory.detail
 
@@ -327,11 +330,8 @@ def test_the_steps_of_a_task_go_on_in_one_sandbox_and_their_mean_is_paid(
     ]
     (both,) = play(renderer, tmp_path, script, task="steps")
     assert both.trajectory.reward == 1.0
-    assert (
-        both.answers[1] == f"wrote {len(FIXED)} bytes to double.py</s>\n<|user|>Now write half.py.".partition("</s>")[0]
-    )
-    assert "exit code 0 (a new shell" in both.text or "begun" in both.text
-    assert FIXED in both.answers[3]
+    assert both.answers[1] == f"wrote {len(FIXED)} bytes to double.py\nNow write half.py."
+    assert both.answers[2].endswith(f"begun\n{FIXED}\n"), "judging ended the shell, and left the files"
     assert both.extras["steps"] == 2
     (first,) = play(renderer, tmp_path, [FIX + "\n" + SUBMIT, SUBMIT], task="steps")
     assert (first.trajectory.reward, first.parts["solved"]) == (0.5, 0.0)
@@ -342,6 +342,15 @@ def test_the_steps_of_a_task_go_on_in_one_sandbox_and_their_mean_is_paid(
 def test_a_step_that_came_to_too_little_is_the_last(renderer: ChatRenderer, tmp_path: Path) -> None:
     (gated,) = play(renderer, tmp_path, [SUBMIT, HALF, SUBMIT], task="gated")
     assert (gated.trajectory.reward, gated.trajectory.num_turns, gated.extras["steps"]) == (0.0, 1, 1)
+
+
+def test_an_agent_that_leaves_the_next_step_no_room_has_only_the_steps_before(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    for blocking in ("cat /dev/zero > zeros; ls", "mkdir half_notes.txt"):
+        (played,) = play(renderer, tmp_path, [FIX, run(blocking), SUBMIT], task="steps")
+        assert (played.trajectory.status, played.trajectory.reward) == (TrajectoryStatus.COMPLETED, 0.5)
+        assert played.extras["steps"] == 1
 
 
 def test_a_step_whose_time_is_over_is_graded_and_the_next_one_asked(renderer: ChatRenderer, tmp_path: Path) -> None:
@@ -520,6 +529,11 @@ def test_a_template_that_cannot_be_read_or_is_missing_is_refused(renderer: ChatR
             environment_of(backend, renderer, template="/nowhere.jinja")
         with pytest.raises(ConfigError, match="has no chat template"):
             environment_of(backend, without)
+        alternating = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tool') }}{% endfor %}"
+        picky = renderer.with_template(alternating + TOOL_TEMPLATE)
+        with pytest.raises(ConfigError, match='refuses the messages: no tool; set calls = "fenced"'):
+            environment_of(backend, picky, calls="native")
+        assert environment_of(backend, picky).renderer.takes_tools
 
     with_backend(use, tmp_path)
 
@@ -585,6 +599,24 @@ def test_demonstrations_are_episodes_that_solve_their_tasks(
         await environment.aclose()
 
     with_backend(use, tmp_path)
+
+
+def test_demonstrations_are_rendered_as_episodes_are(tmp_path: Path) -> None:
+    model = write_chat_files(tmp_path / "model", template=None)
+    path = tmp_path / "demonstrations.jsonl"
+    messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": run("ls")}]
+    write_demonstrations(path, [messages])
+    settings = {
+        "model": {"path": str(model)},
+        "engine": {"max_model_len": 4096},
+        "warm_start": {"path": str(path)},
+        "environment": {"name": "coding_agent", "options": {"calls": "fenced", "template": "plain"}},
+    }
+    demonstrations = load_demonstrations(build(Config, settings))
+    assert demonstrations is not None
+    (segment,) = demonstrations.segments
+    text = ChatRenderer.load(model).decode(segment.token_ids, keep_special=True)
+    assert text == f"<s>### User\nLook.\n\n### Assistant\n{run('ls')}</s>"
 
 
 def test_a_check_is_made_after_changes_and_only_then(renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -177,3 +177,17 @@ def test_a_repository_that_is_wanted_has_one_commit_of_the_files_and_no_name_of_
 
     told = with_backend(use, tmp_path)
     assert told.splitlines() == ["task task@localhost The task's files", "1", ".git", "double.py"]
+
+
+def test_what_does_not_fit_into_the_judges_sandbox_is_the_agents_doing(tmp_path: Path) -> None:
+    small = replace(SCRIPT, limits=replace(LIMITS, disk_bytes=2**20))
+
+    async def use(backend: SandboxBackend) -> Verdict:
+        task = replace(a_task(small), places=("/logs/agent",))
+        async with Grader(backend) as grader, await open_place(backend, task) as sandbox:
+            await sandbox.shell("head -c 3000000 /dev/zero > /logs/agent/large")
+            return await grader.grade(task, task.steps[0], sandbox)
+
+    verdict = with_backend(use, tmp_path)
+    assert (verdict.reward, verdict.solved) == (0.0, False)
+    assert list(verdict.refused) == ["/logs/agent/large"]

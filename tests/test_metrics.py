@@ -85,6 +85,8 @@ class TellingLearner(FakeLearner):
             "grad_norm_nonfinite": 1.0,
             "entropy": 2.0 / self.version,
             "seconds_optimizer": 0.5,
+            **{f"reward_variance_share_{name}": share for name, share in (("solved", 0.75), ("style", 0.25))},
+            **{f"reward_variance_share_x{number}": 0.0 for number in range(99)},
         }
         bucket = next(name for name, least in (("9+", 9), ("5-8", 5), ("3-4", 3), ("2", 2), ("1", 1), ("0", 0))
                       if oldest >= least)  # fmt: skip
@@ -126,6 +128,8 @@ def test_a_step_is_shown_as_it_was_said(tmp_path: Path) -> None:
     assert value("asyncrl_groups_compared_total") == 48
     assert value("asyncrl_nonfinite_total", {"of": "gradient"}) == 12
     assert value("asyncrl_entropy_start_nats") == 2.0
+    assert value("asyncrl_reward_variance_share", {"part": "solved"}) == 0.75
+    assert value("asyncrl_reward_variance_share", {"part": "x98"}) is None, "the number of series is bounded"
     assert value("asyncrl_learner_busy_seconds_total", {"part": "optimizer"}) == 6.0
     assert value("asyncrl_weight_sync_phase_seconds_total", {"phase": "update"}) == pytest.approx(12 * 0.2)
 

@@ -107,7 +107,10 @@ class Grader:
                 await self._backend.open(files, limits=limits, work=task.work, places=places)
             )
             for path, data in crossing.places.items():
-                await judge.write(path, data)
+                try:
+                    await judge.write(path, data)
+                except OSError as error:  # a full disk: the agent's doing
+                    return Verdict(reward=0.0, solved=False, refused={path: str(error)}, detail="no room for a file")
             script = f"{_TESTS}/{checks.script}"
             argv = stand_in_command(script, _PACKAGES) if checks.provided else ["bash", script]
             result = _require_working(await judge.exec(with_variables(argv, {**task.variables, **checks.variables})))

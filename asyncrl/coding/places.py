@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from asyncrl.coding.tasks import CodingTask, Reference, TaskStep
-from asyncrl.errors import EnvironmentFault, SandboxError
+from asyncrl.errors import EnvironmentFault, SandboxError, UnsafeFilesError
 from asyncrl.protocols import ExecResult, Outcome, Sandbox, SandboxBackend, Snapshot
 
 _SOLUTION = "/solution"
@@ -53,10 +53,23 @@ async def open_place(backend: SandboxBackend, task: CodingTask, files: Snapshot 
         return await open_place(backend, task, prepared)
 
 
+class NoRoomFault(EnvironmentFault):
+    """A step's files cannot be written: something stands in their place, or the disk is full.
+
+    Before an agent's first turn that is the task's fault; later it is the agent's doing.
+    """
+
+
 async def begin_step(sandbox: Sandbox, task: CodingTask, step: TaskStep) -> None:
-    """Write a step's files and run its set-up. Raises: SandboxError, EnvironmentFault where the set-up fails."""
+    """Write a step's files and run its set-up.
+
+    Raises: SandboxError, NoRoomFault, EnvironmentFault where the set-up fails.
+    """
     for path, data in step.files.items():
-        await sandbox.write(path, data)
+        try:
+            await sandbox.write(path, data)
+        except (OSError, UnsafeFilesError) as error:
+            raise NoRoomFault(f"{task.task_id}: {path!r} of step {step.name!r} cannot be written: {error}") from error
     if step.setup:
         result = await sandbox.exec(with_variables(["bash", "-c", step.setup], task.variables))
         _require_success(result, f"{task.task_id}: the set-up of step {step.name!r}")

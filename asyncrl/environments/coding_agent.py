@@ -20,8 +20,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import trio
 
@@ -30,65 +28,26 @@ from asyncrl.coding.bundled import load_task_set
 from asyncrl.coding.evidence import KEY as EVIDENCE
 from asyncrl.coding.evidence import Trail
 from asyncrl.coding.grading import Grader
-from asyncrl.coding.monitor import observe
 from asyncrl.coding.places import begin_step
-from asyncrl.coding.playing import lets_go_on
+from asyncrl.coding.prompts import answered, asked, solving
 from asyncrl.coding.rewards import Conduct, pay
 from asyncrl.coding.shelf import Shelf
-from asyncrl.coding.tasks import CodingTask, TaskSet, TaskStep
-from asyncrl.coding.tool_use import ToolResult, ToolUser
-from asyncrl.coding.tools import (
-    CHANGING,
-    CallFormat,
-    Malformed,
-    ToolCall,
-    describe_tools,
-    read_calls,
-    tool_schemas,
-    write_call,
-)
+from asyncrl.coding.tasks import CodingTask, TaskSet
+from asyncrl.coding.tool_use import ToolUser
+from asyncrl.coding.tools import CHANGING, CallFormat, Malformed, ToolCall, describe_tools, read_calls, write_call
 from asyncrl.coding.verdict_file import LeavingOut, read_left_out
-from asyncrl.coding.verdicts import Verdict
-from asyncrl.environments.coding_settings import CodingAgentSettings, read_template
-from asyncrl.errors import EnvironmentFault, SandboxError
+from asyncrl.coding.work import Work
+from asyncrl.environments.coding_settings import CodingAgentSettings
+from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import SandboxBackend
-from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, StepOutcome, TaskSource, boundary
+from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, StepOutcome, TaskSource
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Task, TrajectoryStatus
 
 # A fix of the same length in the same second has the old one's size and time, and Python would run the old bytecode.
 _VARIABLES = {"PYTHONDONTWRITEBYTECODE": "1"}
-_MAX_NAMES = 40  # of a task's files in its prompt
 _OPENING = {CallFormat.NATIVE: "<tool_call>\n", CallFormat.FENCED: "```"}
 _CLOSING = {CallFormat.NATIVE: "</tool_call>", CallFormat.FENCED: "```"}
-
-
-@dataclass(slots=True, kw_only=True)
-class Work:
-    """What one episode's agent has to do, and has done."""
-
-    task: CodingTask
-    user: ToolUser
-    untouched: Sequence[Verdict]
-    began: float
-    """On trio's clock, the present step."""
-    verdicts: list[Verdict] = field(default_factory=list)
-    """Of the steps that are over, in order."""
-    over: bool = False
-    """Whether the last of `verdicts` ends the work: nothing is left to be judged."""
-    num_calls: int = 0
-    """Carried out, or refused by their tool."""
-    num_malformed: int = 0
-    behaviour: dict[str, int] = field(default_factory=dict)
-    """What the agent was seen trying besides -> how often."""
-    trail: Trail
-    evidence: list[dict[str, Any]] = field(default_factory=list)
-    """Of the steps in `verdicts`."""
-
-    @property
-    def step(self) -> TaskStep:
-        """What is asked for now."""
-        return self.task.steps[len(self.verdicts)]
 
 
 class CodingAgentEnvironment(MultiTurnEnvironment):
@@ -104,13 +63,8 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         self._set = load_task_set(settings.tasks, settings.task_options, seed=seed)
         if settings.leave_out is not None:
             self._set = LeavingOut(self._set, read_left_out(settings.leave_out))
-        if settings.template:
-            renderer = renderer.with_template(read_template(settings.template))
-        self._template_tells = settings.calls is CallFormat.NATIVE and renderer.takes_tools
-        if self._template_tells:
-            renderer = renderer.with_tools(tool_schemas())
         super().__init__(
-            renderer=renderer,
+            renderer=settings.rendering(renderer),
             tasks=TaskSource(
                 lambda epoch: self._named(self._set.training_ids(epoch)), seed=seed, epochs=settings.epochs
             ),
@@ -118,6 +72,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             settings=settings,
         )
         self.settings = settings
+        self._template_tells = settings.tells_tools_by_template(self.renderer)
         if settings.begin_in_call:
             self.reply_prefix = _OPENING[settings.calls]
             self.stop_token_ids = renderer.token_ids_of(_CLOSING[settings.calls])
@@ -161,13 +116,15 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             times = [step.agent_timeout_s for step in task.steps]
             episode.time_limit_s = sum(math.inf if time is None else time for time in times)
             episode.extras["wall"] = self._wall
+            user = ToolUser(
+                sandbox=sandbox,
+                variables={**_VARIABLES, **task.variables},
+                shown_characters=self.settings.output_characters,
+            )
             episode.notes["work"] = work = Work(
                 task=task,
-                user=ToolUser(
-                    sandbox=sandbox,
-                    variables={**_VARIABLES, **task.variables},
-                    shown_characters=self.settings.output_characters,
-                ),
+                user=user,
+                wall_s=min(self.settings.tool_timeout_s, task.limits.wall_s),
                 untouched=untouched,
                 began=trio.current_time(),
                 trail=trail,
@@ -189,12 +146,12 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         work = episode.notes.get("work")
         task = work.task if work is not None else self._shelf.task(episode.task.task_id)
         told = self._told()
-        asked = f"{task.steps[0].instruction.strip()}\n\n{self._files_shown(task)}"
+        user = asked(task, shown_characters=self.settings.shown_file_characters)
         if not self.settings.system:
-            return [{"role": "user", "content": f"{told}\n\n{asked}"}]
+            return [{"role": "user", "content": f"{told}\n\n{user}"}]
         return [
             {"role": "system", "content": f"{self.settings.system}\n\n{told}"},
-            {"role": "user", "content": asked},
+            {"role": "user", "content": user},
         ]
 
     def _told(self) -> str:
@@ -204,18 +161,6 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             "characters only the beginning and the end are shown."
         )
         return limits if self._template_tells else f"{describe_tools(self.settings.calls)}\n{limits}"
-
-    def _files_shown(self, task: CodingTask) -> str:
-        names = sorted(task.files)
-        listed = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if names[_MAX_NAMES:] else "")
-        shown = [f"Files in {task.work}: {listed or 'none'}"]
-        left = self.settings.shown_file_characters
-        for name in names:
-            text = task.files[name].decode(errors="backslashreplace")
-            if len(text) <= left:
-                left -= len(text)
-                shown.append(f"{name}:\n{text.rstrip()}")
-        return "\n".join(shown)
 
     async def step(self, episode: Episode, text: str) -> StepOutcome:
         """Carry out the calls of a reply, and answer each."""
@@ -232,21 +177,15 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             work.num_calls += 1
             if call.name == "submit":
                 return await self._end_step(work, answers)
-            result = await self._use(work, call)
-            for seen in observe(call, result.shown):
-                work.behaviour[seen.value] = work.behaviour.get(seen.value, 0) + 1
+            result = await work.use(call)
             answers.append(result.shown)
             changed |= result.done and call.name in CHANGING
         if changed and self.settings.check_command:
-            answers.append((await self._use(work, self._check)).shown)
+            answers.append(await work.run(self.settings.check_command))
         limit = work.step.agent_timeout_s
         if limit is not None and trio.current_time() >= work.began + limit:
-            return await self._end_step(work, [])
-        return StepOutcome(done=False, messages=self._answers(answers))
-
-    @property
-    def _check(self) -> ToolCall:
-        return ToolCall(name="run", arguments={"command": self.settings.check_command})
+            return await self._end_step(work, answers)
+        return StepOutcome(done=False, messages=self._answered(answers))
 
     def _said(self, episode: Episode, text: str) -> str:
         """Return a reply's text; in the model's own format with its special tokens, which calls may be made of."""
@@ -257,57 +196,28 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             token_ids.pop()
         return self.reply_prefix + self.renderer.decode(token_ids, keep_special=True)
 
-    async def _use(self, work: Work, call: ToolCall) -> ToolResult:
-        wall_s = min(self.settings.tool_timeout_s, work.task.limits.wall_s)
-        return await work.user.use(call, wall_s=wall_s)
-
-    def _answers(self, answers: Sequence[str]) -> list[Message]:
-        if self._template_tells:
-            return [{"role": "tool", "content": answer} for answer in answers]
-        if self.settings.calls is CallFormat.NATIVE:
-            answers = [f"<tool_response>\n{answer}\n</tool_response>" for answer in answers]
-        return [{"role": "user", "content": "\n".join(answers)}]
+    def _answered(self, answers: Sequence[str], *, then: str = "") -> list[Message]:
+        return answered(answers, self.settings.calls, by_template=self._template_tells, then=then)
 
     async def _end_step(self, work: Work, answers: Sequence[str]) -> StepOutcome:
         """End the present step of the task; ask the next one, where there is one and this one came to enough."""
-        if len(work.verdicts) + 1 == len(work.task.steps):
+        if work.is_last:
             return StepOutcome(done=True)  # it is judged after the agent's time
-        step = work.step
-        verdict = await self._judge(work)
-        if verdict.tampered or not lets_go_on(step, verdict):
-            work.over = True
+        await work.judge(self._grader, retries=self.limits.max_retries)
+        if not await work.go_on(trio.current_time()):
             return StepOutcome(done=True)
-        await begin_step(work.user.sandbox, work.task, work.step)
-        await work.trail.begin(work.step, work.user.sandbox)
-        work.began = trio.current_time()
-        asked: Message = {"role": "user", "content": work.step.instruction.strip()}
-        return StepOutcome(done=False, messages=[*(self._answers(answers) if answers else []), asked])
-
-    async def _judge(self, work: Work) -> Verdict:
-        """Note and return the verdict on the present step; a judge's sandbox that failed is replaced by another one."""
-        for _ in range(self.limits.max_retries):
-            async with boundary(SandboxError):
-                return await self._judge_once(work)
-        return await self._judge_once(work)
-
-    async def _judge_once(self, work: Work) -> Verdict:
-        step, sandbox = work.step, work.user.sandbox
-        verdict = await self._grader.grade(work.task, step, sandbox)
-        work.evidence.append(await work.trail.end(step, sandbox, verdict, self._grader))
-        work.verdicts.append(verdict)
-        return verdict
+        return StepOutcome(done=False, messages=self._answered(answers, then=work.step.instruction.strip()))
 
     async def grade(self, episode: Episode) -> Grade:
         """Judge the step that the agent was at, as it stands, and pay for all of them."""
         work: Work = episode.notes["work"]
         if not work.over:
-            await self._judge(work)
+            await work.judge(self._grader, retries=self.limits.max_retries)
             work.over = True
-        num_turns = len(episode.turns)
         conduct = Conduct(
             num_calls=work.num_calls + work.num_malformed,
             num_malformed=work.num_malformed,
-            num_turns=num_turns,
+            num_turns=len(episode.turns),
             max_turns=self.limits.max_turns,
             num_tokens=sum(len(turn.completion.token_ids) for turn in episode.turns),
             max_tokens=min(self.limits.max_turns * self.limits.max_tokens, self.limits.max_episode_tokens),
@@ -320,29 +230,19 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             "verdicts": [verdict.detail for verdict in work.verdicts],
             EVIDENCE: work.evidence,
         }
-        for name, found in (("flaky", "flaky"), ("refused", "refused")):
-            values = [value for verdict in work.verdicts for value in getattr(verdict, found)]
-            if values:
-                episode.extras[name] = values
+        for name in ("flaky", "refused"):
+            if found := [value for verdict in work.verdicts for value in getattr(verdict, name)]:
+                episode.extras[name] = found
         return Grade(reward=reward, parts=parts)
 
     # --- what is told besides ---------------------------------------------------------------------------------
 
     def teacher_note(self, episode: Episode) -> str:
         """Return the reference of the first step, as a teacher is told it."""
-        calls = self._solving(self._shelf.task(episode.task.task_id).steps[0])
+        calls = solving(self._shelf.task(episode.task.task_id).steps[0])
         if not calls:
             raise EnvironmentFault(f"{episode.task.task_id} has no reference that is files, which could be told")
         return "\n".join(["This is correct:", *(write_call(call, self.settings.calls) for call in calls)])
-
-    def _solving(self, step: TaskStep) -> list[ToolCall]:
-        """Return the calls that solve a step; none where it does not say it in files."""
-        if step.reference is None or step.reference.script:
-            return []
-        return [
-            ToolCall(name="write", arguments={"path": path, "content": data.decode()})
-            for path, data in step.reference.files.items()
-        ]
 
     async def demonstrations(self) -> AsyncIterator[Sequence[Message]]:
         """Yield a conversation for each training task that says in files what solves it: written, then submitted.
@@ -350,7 +250,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         The answers are what the sandbox really says. Raises: SandboxError, EnvironmentFault.
         """
         for task in self._named(self._set.training_ids(0)):
-            calls = self._solving(self._shelf.task(task.task_id).steps[0])
+            calls = solving(self._shelf.task(task.task_id).steps[0])
             if not calls:
                 continue
             episode = Episode(trajectory_id="demonstration", task=task)

@@ -10,9 +10,10 @@ from typing import Any
 
 from asyncrl.coding.bundled import resolve_task_options
 from asyncrl.coding.rewards import RewardSettings
-from asyncrl.coding.tools import CallFormat
+from asyncrl.coding.tools import CallFormat, tool_schemas
 from asyncrl.errors import ConfigError
 from asyncrl.rollout import RolloutSettings
+from asyncrl.tokens import ChatRenderer
 
 _WHERE = "[environment.options]"
 
@@ -80,6 +81,26 @@ class CodingAgentSettings(RolloutSettings):
     def sandboxes_held(self) -> int:
         """Sandboxes that episodes hold while they wait for others."""
         return self.max_open
+
+    def rendering(self, renderer: ChatRenderer) -> ChatRenderer:
+        """Return the renderer of episodes, and of their demonstrations: with the template and tools as they are set.
+
+        Raises: ConfigError where the template cannot be had, or refuses the tools.
+        """
+        if self.template:
+            renderer = renderer.with_template(read_template(self.template))
+        if not self.tells_tools_by_template(renderer):
+            return renderer
+        renderer = renderer.with_tools(tool_schemas())
+        try:
+            renderer.extend([{"role": "tool", "content": "probe"}], ended=True)
+        except ConfigError as error:
+            raise ConfigError(f'{error}; set calls = "fenced" ({_WHERE})') from None
+        return renderer
+
+    def tells_tools_by_template(self, renderer: ChatRenderer) -> bool:
+        """Return whether the template tells the model of its tools, so that the prompt need not."""
+        return self.calls is CallFormat.NATIVE and renderer.takes_tools
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for a value out of range."""

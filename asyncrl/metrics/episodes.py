@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from asyncrl.behaviour import BehaviourWatch
 from asyncrl.metrics.family import Family, Source, Value, Values, counter, gauge, histogram
 from asyncrl.metrics.learning import step
-from asyncrl.tallies import EnvironmentTally
+from asyncrl.tallies import MAX_PARTS, EnvironmentTally
 
 
 def tally(read: Callable[[EnvironmentTally], Value]) -> Callable[[Source], Values]:
@@ -27,6 +27,15 @@ def _by(read: Callable[[EnvironmentTally], Mapping[str, float]]) -> Callable[[So
 def _of_watch(read: Callable[[BehaviourWatch], Mapping[str, float]]) -> Callable[[Source], Values]:
     """Return a reader of a value of every kind of behaviour."""
     return lambda source: read(source.run.status.behaviour)
+
+
+_VARIANCE_SHARE = "reward_variance_share_"
+
+
+def _variance_shares(source: Source) -> Values:
+    found = source.run.status.last_step
+    names = sorted(key for key in found if key.startswith(_VARIANCE_SHARE))
+    return {key.removeprefix(_VARIANCE_SHARE): found[key] for key in names[:MAX_PARTS]}
 
 
 EPISODES: tuple[Family, ...] = (
@@ -60,6 +69,9 @@ EPISODES: tuple[Family, ...] = (
           "falls, or jumps to the most there is", tally(lambda t: t.reward), "environment"),
     gauge("asyncrl_environment_reward_part", "reward", "Mean of each part of the reward in its last step.",
           "one part rises while `solved` does not", _by(lambda t: t.reward_parts), "environment", "part"),
+    gauge("asyncrl_reward_variance_share", "share, -1 to 1",
+          "Of the last step's variance of rewards, what comes from each term of the reward.",
+          "a term of conduct outweighs `solved`: it is what is learned", _variance_shares, "part"),
     gauge("asyncrl_truncated_ratio", "share, 0 to 1", "Last step's episodes with a completion cut at the limit.",
           "above 0.2 and rising", step("truncated_share")),
     gauge("asyncrl_repetition_ratio", "share, 0 to 1", "Share of a completion's 3-grams that it has said before.",
