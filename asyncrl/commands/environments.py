@@ -6,6 +6,7 @@
   asyncrl environments run --tasks harbor:my_tasks TASK --solution
   asyncrl environments mutate --set tasks.path=my_package --set tasks.tests=tests
   asyncrl environments validate configs/demo.toml --keep verdicts.jsonl
+  asyncrl environments audit runs/demo-1 --verdicts verdicts.jsonl
   asyncrl environments demonstrations configs/sft_then_rl.toml --out runs/demonstrations.jsonl
 
 `run` opens a task in a sandbox, applies its reference with `--solution`, grades it and prints the verdict; exit code 0
@@ -18,6 +19,10 @@ a test fail: the tasks of the set `mutation`.
 must pass every time, and the agent must find no hidden test, no reference, no history, no secret and no network. Exit
 code 1 when a task does not hold. With `--keep FILE` an interrupted validation goes on where it was, and
 `leave_out = "FILE"` in [environment.options] keeps a run from asking what does not hold.
+
+`audit` reads the attempts that a run recorded: tasks that nobody solved though the reference or another run passes, or
+whose tests ask for names that nothing tells; attempts whose solution holds answers or test names, or passes only what
+they were shown; groups whose attempts came to the same. Of a configuration it looks at the tasks' tests alone.
 
 `demonstrations` writes the reference solutions of the training tasks, never those of held-out ones, as the file that
 `[warm_start]` trains on.
@@ -42,6 +47,7 @@ from asyncrl.coding.hygiene import TaskVerdict
 from asyncrl.coding.tasks import BringsCodingTasks
 from asyncrl.coding.verdict_file import VerdictFile
 from asyncrl.commands.arguments import add_config_arguments
+from asyncrl.commands.audit import add_audit_arguments
 from asyncrl.commands.coding_tasks import (
     add_mutate_arguments,
     add_task_arguments,
@@ -62,7 +68,7 @@ from asyncrl.preflight import check_model
 from asyncrl.processes import open_tasks
 from asyncrl.rollout import Episode
 
-HELP = "list, show, run and validate tasks; write demonstrations"
+HELP = "list, show, run, validate and audit tasks; write demonstrations"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mutating = verbs.add_parser("mutate", help="find out which one-edit changes of tested functions are tasks")
     add_mutate_arguments(mutating)
     mutating.set_defaults(command=lambda arguments: trio.run(mutate, arguments))
+    auditing = verbs.add_parser("audit", help="find attempts that were likely failed, or passed, wrongly")
+    add_audit_arguments(auditing)
     writing = verbs.add_parser("demonstrations", help="write the training tasks' reference solutions as conversations")
     add_config_arguments(writing)
     writing.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON Lines; replaced if it exists")
