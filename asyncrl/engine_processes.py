@@ -49,27 +49,33 @@ class NoEngines:
         return ()
 
 
+def engine_clients(
+    config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion, canary: Canary | None = None
+) -> Callable[[str, str], VLLMEngine]:
+    """Return what makes the client of a run's server, by its name and URL; nobody is asked."""
+
+    def make(name: str, url: str) -> VLLMEngine:
+        return VLLMEngine(
+            name,
+            url,
+            config.engine,
+            config.sampling,
+            end_token_ids=sorted(renderer.end_token_ids),
+            run_id=run_id,
+            version=version,
+            canary=canary,
+        )
+
+    return make
+
+
 def make_pool(
     config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion, canary: Canary | None = None
 ) -> EnginePool:
     """Return the clients of all engines; nothing is started, and nobody is asked, before the pool's `serve`."""
+    make = engine_clients(config, renderer, run_id, version, canary)
     urls = config.engine.urls or ("",) * config.engine.count
-    return EnginePool(
-        [
-            VLLMEngine(
-                f"engine {index}",
-                url,
-                config.engine,
-                config.sampling,
-                end_token_ids=sorted(renderer.end_token_ids),
-                run_id=run_id,
-                version=version,
-                canary=canary,
-            )
-            for index, url in enumerate(urls)
-        ],
-        config.engine,
-    )
+    return EnginePool([make(f"engine {index}", url) for index, url in enumerate(urls)], config.engine)
 
 
 def engine_starts(

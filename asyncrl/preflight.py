@@ -36,6 +36,7 @@ def preflight(config: Config) -> None:
             check_model(settings.path, f"[{section}]")
             check_same_vocabulary(config.model.path, settings.path, f"[{section}]")
     _check_engine(config)
+    _check_port(config.gateway.host, config.gateway.port, "[gateway]")
     _check_shared_memory(config)
     trio.run(_check_environment, config)
 
@@ -86,14 +87,18 @@ def _check_engine(config: Config) -> None:
             "vLLM is not installed: pip install asyncrl[cpu] or asyncrl[gpu], or name servers by urls ([engine])"
         )
     for port in config.engine.ports:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError as error:
-                raise ConfigError(
-                    f"port {port} cannot be used: {error.strerror}; take another, or 0 for a free one ([engine])"
-                ) from None
+        _check_port("127.0.0.1", port, "[engine]")
+
+
+def _check_port(host: str, port: int, section: str) -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} cannot be used: {error.strerror}; take another, or 0 for a free one ({section})"
+            ) from None
 
 
 def _check_shared_memory(config: Config) -> None:

@@ -26,7 +26,7 @@ from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config, to_table
 from asyncrl.curriculum import with_curriculum
-from asyncrl.engine_processes import NoEngines, engine_starts, make_pool
+from asyncrl.engine_processes import NoEngines, engine_clients, engine_starts, make_pool
 from asyncrl.engines import Canary, EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
@@ -35,6 +35,7 @@ from asyncrl.metering import MeteredBackend
 from asyncrl.protocols import Environment, RunsAlongside, Sampler, SandboxBackend, StepResult
 from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
+from asyncrl.run_gateway import serve_gateway, wants_gateway
 from asyncrl.sandbox import abuse_names, open_backend, self_test
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Group, PolicyVersion, Segment, WeightManifest
@@ -151,9 +152,9 @@ async def open_parts(
     run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
-        environment, sandboxes = await _open_environment(config, directory, renderer, stack, say, note_sandbox)
+        played, sandboxes = await _open_environment(config, directory, renderer, stack, say, note_sandbox)
         environment = with_curriculum(
-            environment, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
+            played, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
         )
         environment = with_latency(environment, config.environment.latency, seed=config.run.seed)
         say("starting the engine and the learner" if config.samples else "starting the learner")
@@ -170,6 +171,11 @@ async def open_parts(
                 await pool.pull_all(await learner.publish())
             if canary is not None and isinstance(pool, EnginePool):
                 await pool.learn_canary(canary, learner.canary_logprobs)
+            if isinstance(pool, EnginePool) and wants_gateway(config, played):
+                make_engine = engine_clients(config, renderer, run_id, 0, canary)
+                await services.start(
+                    partial(serve_gateway, config, directory.path, renderer, played, pool, make_engine, say=say)
+                )
             queues: dict[str, Queue] = {"sandboxes": sandboxes}
             if isinstance(pool, EnginePool):
                 queues = {"engines": pool, **queues}
@@ -190,6 +196,11 @@ async def open_evaluation(
         stack.push_async_callback(pool.aclose)
         async with trio.open_nursery() as services:
             await services.start(partial(pool.serve, engine_starts(config, directory, model, 0), say=say))
+            if wants_gateway(config, environment):
+                make_engine = engine_clients(config, renderer, "evaluation", 0)
+                await services.start(
+                    partial(serve_gateway, config, directory.path, renderer, environment, pool, make_engine, say=say)
+                )
             yield environment, pool
             services.cancel_scope.cancel()
 

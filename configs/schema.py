@@ -15,6 +15,7 @@ from asyncrl.curriculum import CurriculumSettings
 from asyncrl.engines import EngineSettings, SamplingSettings
 from asyncrl.environments import EnvironmentSettings, resolve_options
 from asyncrl.errors import ConfigError
+from asyncrl.gateway import GatewaySettings
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teacher_settings import check_temperature
 from asyncrl.sandbox import SandboxSettings
@@ -116,6 +117,7 @@ class Config:
     journal: JournalSettings = field(default_factory=JournalSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)
@@ -127,6 +129,8 @@ class Config:
         """Refuse settings of different parts that contradict each other."""
         if self.metrics.port in self.engine.ports:
             raise ConfigError(f"port {self.metrics.port} cannot be both [engine]'s and [metrics]'s")
+        if self.gateway.port and self.gateway.port in (self.metrics.port, *self.engine.ports):
+            raise ConfigError(f"port {self.gateway.port} ([gateway]) is that of [metrics] or [engine] too")
         self._check_latency()
         self._check_group_deadline()
         self._check_warm_start()

@@ -24,6 +24,7 @@ LAYERS = (
         "asyncrl.run_directory",
         "asyncrl.processes",
         "asyncrl.engine_processes",
+        "asyncrl.run_gateway",
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",

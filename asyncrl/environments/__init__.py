@@ -5,6 +5,7 @@ from asyncrl.environments.loading import EnvironmentSettings, load_environment, 
 __all__ = ["ENVIRONMENTS", "EnvironmentSettings", "load_environment", "resolve_options"]
 
 ENVIRONMENTS = {
+    "agent": "asyncrl.environments.agent:AgentEnvironment",
     "atropos": "asyncrl.environments.atropos:AtroposEnvironment",
     "bugfix": "asyncrl.environments.bugfix:BugFixEnvironment",
     "coding_agent": "asyncrl.environments.coding_agent:CodingAgentEnvironment",

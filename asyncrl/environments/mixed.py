@@ -26,6 +26,7 @@ from asyncrl.collecting import collect_from
 from asyncrl.environments.loading import EnvironmentSettings, load_environment, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import is_solved
+from asyncrl.gateway import Gateway, NeedsGateway
 from asyncrl.protocols import (
     Environment,
     FetchesItems,
@@ -232,6 +233,17 @@ class MixedEnvironment:
             on_trajectory=on_trajectory and (lambda trajectory: on_trajectory(named(trajectory))),
         )
         return [named(trajectory) for trajectory in trajectories]
+
+    @property
+    def needs_gateway(self) -> bool:
+        """Whether a part needs the run's gateway."""
+        return any(isinstance(part, NeedsGateway) and part.needs_gateway for part in self.parts.values())
+
+    def use_gateway(self, gateway: Gateway) -> None:
+        """Hand the gateway to the parts that need it."""
+        for part in self.parts.values():
+            if isinstance(part, NeedsGateway):
+                part.use_gateway(gateway)
 
     def state(self) -> Mapping[str, Any]:
         """Return the parts' states and the mixture's."""

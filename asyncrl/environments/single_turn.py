@@ -10,15 +10,15 @@ reward = "my_rewards:number_is_right"
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.environments.foreign import call, load_function
+from asyncrl.environments.rewards import grade_of
 from asyncrl.environments.rows import check_percent, is_held_out, read_rows
-from asyncrl.errors import ConfigError, EnvironmentFault
+from asyncrl.errors import ConfigError
 from asyncrl.protocols import SandboxBackend
 from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
 from asyncrl.tokens import ChatRenderer, Message
@@ -108,11 +108,7 @@ class SingleTurnEnvironment(MultiTurnEnvironment):
         Raises: EnvironmentFault where it raised, or returned no number.
         """
         said = await call(self._reward, episode.replies[-1], episode.task.data)
-        parts = dict(said) if isinstance(said, Mapping) else {"reward": said}
-        numbers = {name: _number(value, name, self.settings.reward) for name, value in parts.items()}
-        if "reward" not in numbers:
-            raise EnvironmentFault(f"{self.settings.reward} returned no 'reward' among {sorted(numbers)}")
-        return Grade(reward=numbers.pop("reward"), parts=numbers)
+        return grade_of(said, self.settings.reward)
 
     def _task(self, row: Mapping[str, Any], where: str) -> Task:
         messages = row.get("messages")
@@ -125,13 +121,3 @@ class SingleTurnEnvironment(MultiTurnEnvironment):
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-
-
-def _number(value: Any, name: str, function: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise EnvironmentFault(f"{function} returned {value!r} for {name!r}, no number") from error
-    if not math.isfinite(number):
-        raise EnvironmentFault(f"{function} returned {number} for {name!r}, which must be finite")
-    return number

@@ -1,7 +1,7 @@
 """The gateway: an HTTP face before the engines, whose sessions become trajectories."""
 
 from asyncrl.gateway.admission import CacheUse, cache_use_of
-from asyncrl.gateway.gateway import Gateway, GatewayStatistics
+from asyncrl.gateway.gateway import Gateway, GatewayStatistics, NeedsGateway
 from asyncrl.gateway.http import Answer, Refused, Request, Route, Routes, json_answer
 from asyncrl.gateway.operating import Operating, shown_trajectory
 from asyncrl.gateway.record import Record
@@ -17,6 +17,7 @@ __all__ = [
     "GatewaySettings",
     "GatewayStatistics",
     "HTTPServer",
+    "NeedsGateway",
     "Operating",
     "Record",
     "Refused",

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import trio
 
@@ -123,14 +124,29 @@ class Gateway:
 
     @asynccontextmanager
     async def session(
-        self, sampler: Sampler, *, task: Task, trajectory_id: str, deadline_s: float = math.inf
+        self,
+        sampler: Sampler,
+        *,
+        task: Task,
+        trajectory_id: str,
+        deadline_s: float = math.inf,
+        max_turns: int = 0,
+        max_tokens: int = 0,
     ) -> AsyncIterator[Session]:
         """Open a session for one rollout; on leaving, nothing more is answered for it.
 
-        `deadline_s` from now its requests end and further ones are refused; what it recorded can still be closed.
+        `deadline_s` from now its requests end and further ones are refused; what it recorded can still be closed. It
+        may take `max_turns` completions of at most `max_tokens` tokens each; 0 is no limit.
         Raises: EnvironmentFault where the gateway does not serve.
         """
-        session = self.open(sampler, task=task, trajectory_id=trajectory_id, deadline_s=deadline_s)
+        session = self.open(
+            sampler,
+            task=task,
+            trajectory_id=trajectory_id,
+            deadline_s=deadline_s,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+        )
         try:
             yield session
         finally:
@@ -145,6 +161,8 @@ class Gateway:
         deadline_s: float = math.inf,
         record: Record | None = None,
         max_requests: int = 0,
+        max_turns: int = 0,
+        max_tokens: int = 0,
     ) -> Session:
         """Return a new session, which the caller must `forget`.
 
@@ -163,6 +181,8 @@ class Gateway:
             url=self.url,
             deadline_s=deadline_s,
             max_requests=max_requests or self._settings.max_session_requests,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
         )
         self._by_id[session.session_id] = self._by_token[session.token] = session
         return session
@@ -305,3 +325,17 @@ def _token_of(request: Request) -> str:
     if bearer.lower().startswith("bearer "):
         return bearer[len("bearer ") :].strip()
     return request.headers.get("x-api-key", "")
+
+
+@runtime_checkable
+class NeedsGateway(Protocol):
+    """An environment whose agents ask for completions over HTTP: the run opens a gateway for it."""
+
+    @property
+    def needs_gateway(self) -> bool:
+        """Whether it does; a mixture does where one of its parts does."""
+        ...
+
+    def use_gateway(self, gateway: Gateway) -> None:
+        """Take the run's gateway, once, before any group is collected."""
+        ...

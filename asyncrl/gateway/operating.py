@@ -43,13 +43,13 @@ class Operating:
     def __init__(
         self,
         gateway: Gateway,
-        sampler: Sampler,
+        sampler: Sampler | None = None,
         *,
         pool: EnginePool | None = None,
         make_engine: Callable[[str, str], Engine] | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> None:
-        """`make_engine` returns the client of a server, by a name and its URL."""
+        """Without a `sampler` no session is opened here. `make_engine` returns the client of a name and its URL."""
         self._gateway = gateway
         self._sampler = sampler
         self._pool = pool
@@ -66,11 +66,13 @@ class Operating:
 
     def routes(self) -> list[Route]:
         """Return the operator's routes."""
-        found: list[tuple[str, str, Handler]] = [
-            ("POST", "/sessions", self._open_session),
-            ("GET", "/sessions/{session}", self._show_session),
-            ("POST", "/sessions/{session}/close", self._close_session),
-        ]
+        found: list[tuple[str, str, Handler]] = []
+        if self._sampler is not None:
+            found += [
+                ("POST", "/sessions", self._open_session),
+                ("GET", "/sessions/{session}", self._show_session),
+                ("POST", "/sessions/{session}/close", self._close_session),
+            ]
         if self._pool is not None:
             found += [
                 ("GET", "/engines", self._show_engines),
@@ -94,6 +96,7 @@ class Operating:
     async def _open_session(self, request: Request) -> Answer:
         fields = await self._gateway.fields(request)
         assert self._nursery is not None, "serve must run"
+        assert self._sampler is not None
         deadline_s = fields.number("deadline_s", 3600.0)
         assert deadline_s is not None
         if not (math.isfinite(deadline_s) and 0 < deadline_s <= _LONGEST_S):

@@ -47,7 +47,10 @@ class Session:
         url: str,
         deadline_s: float = math.inf,
         max_requests: int = 16,
+        max_turns: int = 0,
+        max_tokens: int = 0,
     ) -> None:
+        """At most `max_turns` completions of at most `max_tokens` tokens each; 0 is no limit."""
         self.session_id = secrets.token_hex(12)
         self.token = f"session-{secrets.token_urlsafe(24)}"
         """Opens this session and nothing else."""
@@ -65,6 +68,9 @@ class Session:
         self._sampler = sampler
         self._began = trio.current_time()
         self._max_requests = max_requests
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._turns_used_up = False
         self._running: set[trio.CancelScope] = set()
         self._end = ""
         self.outcome = ""
@@ -100,6 +106,9 @@ class Session:
         """
         if self.end:
             raise Refused(410, f"the session is over: {self.end}", code="session_over")
+        if self._max_turns and self.record.num_turns >= self._max_turns:
+            self._turns_used_up = True
+            raise Refused(403, f"the session's {self._max_turns} turns are used up (max_turns)", code="turns_used_up")
         if len(self._running) >= self._max_requests:
             raise Refused(
                 429,
@@ -122,7 +131,10 @@ class Session:
         """Return a completion; it is not recorded. Raises: Refused where no engine could answer."""
         try:
             completion = await self._sampler.sample(
-                prompt, max_tokens=max_tokens, trajectory_id=self.trajectory_id, stop_token_ids=stop_token_ids
+                prompt,
+                max_tokens=min(max_tokens, self._max_tokens or max_tokens),
+                trajectory_id=self.trajectory_id,
+                stop_token_ids=stop_token_ids,
             )
         except RequestRefused as error:
             raise Refused(400, str(error)) from None
@@ -142,7 +154,8 @@ class Session:
     ) -> Trajectory:
         """End the session and return what can be trained on.
 
-        Without a `status` it is completed, or cut where its last completion was. Where an engine failed its last
+        Without a `status` it is completed, or cut where its last completion was, or more turns were asked for than it
+        may take. Where an engine failed its last
         request, or it never made one, nothing is worth a reward: the trajectory has failed, with the reason.
         """
         self.stop("it is closed")
@@ -154,6 +167,7 @@ class Session:
         if status is None:
             cut = self.record.last_finish_reason is FinishReason.LENGTH
             status = TrajectoryStatus.TRUNCATED_LENGTH if cut else TrajectoryStatus.COMPLETED
+            status = TrajectoryStatus.TRUNCATED_TURNS if self._turns_used_up else status
         if not math.isfinite(reward):
             detail = f"EnvironmentFault: the reward must be a finite number, got {reward}"
             return self._failed(Failure(status=TrajectoryStatus.FAILED_ENVIRONMENT, detail=detail), extras)
