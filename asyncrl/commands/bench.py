@@ -7,6 +7,7 @@ asyncrl bench learner --json learner.json what one forward and backward pass cos
 asyncrl bench weight-sync --json sync.json what new weights cost engines that generate, against a reload from disk
 asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
 asyncrl bench sandbox --json sandbox.json what sandboxes, forks and verdicts cost, against plain processes
+asyncrl bench gateway --json gateway.json what the gateway costs agents, against asking the engine directly
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from rich.console import Console
 
 from asyncrl.bench.bounds import BoundRate, bench_bounds
 from asyncrl.bench.buffer import bench_buffer
+from asyncrl.bench.gateway import GatewayBench, bench_gateway
+from asyncrl.bench.gateway import table as gateway_table
 from asyncrl.bench.learner import bench_learner
 from asyncrl.bench.learner import table as learner_table
 from asyncrl.bench.learner_settings import LearnerBench
@@ -136,6 +139,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sandbox.add_argument("--together", type=int, default=64, metavar="N", help="open at once (default: 64)")
     sandbox.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     sandbox.set_defaults(command=_sandbox)
+    gateway = benches.add_parser(
+        "gateway",
+        help="latency that the gateway adds, requests a second, memory of a session, many sessions at once",
+        description="The keys of the JSON file are listed in asyncrl/bench/gateway.py. Takes about a minute; no model.",
+    )
+    for option in fields(GatewayBench):
+        flag = f"--{option.name.replace('_', '-')}"
+        gateway.add_argument(flag, type=int, default=option.default, metavar="N", help=f"default {option.default}")
+    gateway.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    gateway.set_defaults(command=_gateway)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -268,6 +281,18 @@ def _sandbox(arguments: argparse.Namespace) -> int:
     _check_json(arguments.json)
     report = bench_sandbox(settings, rounds=arguments.rounds, together=arguments.together)
     Console().print(sandbox_table(report))
+    _write(arguments.json, report)
+    return 0
+
+
+def _gateway(arguments: argparse.Namespace) -> int:
+    sizes = {option.name: getattr(arguments, option.name) for option in fields(GatewayBench)}
+    for name, found in sizes.items():
+        if not 1 <= found <= 4000:
+            raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to 4000, got {found}")
+    _check_json(arguments.json)
+    report = bench_gateway(GatewayBench(**sizes), say=_timed_say())
+    Console().print(gateway_table(report))
     _write(arguments.json, report)
     return 0
 
