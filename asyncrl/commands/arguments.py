@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -82,3 +83,13 @@ def sandbox_settings_of(path: Path | None, overrides: Sequence[str]) -> SandboxS
     if not isinstance(table, dict):
         raise ConfigError(f"sandbox must be a section, got {table!r}")
     return build(SandboxSettings, table, section="sandbox")
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError unless a picture can be drawn into a file of this name."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib is not installed: pip install asyncrl[plot]")
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise ConfigError(f"the picture must end in .svg, .png or .pdf, got {path}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no directory {path.parent} for the picture")

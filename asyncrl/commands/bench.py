@@ -3,6 +3,7 @@
 asyncrl bench step --json step.json       seconds per optimizer step against TRL's GRPOTrainer
 asyncrl bench step --without-trl
 asyncrl bench async --json async.json     optimizer steps per hour, asynchronous against synchronous
+asyncrl bench spikes --directory spikes     the largest importance weights by the bound on staleness, clipped and not
 asyncrl bench learner --json learner.json what one forward and backward pass costs, against plain transformers
 asyncrl bench weight-sync --json sync.json what new weights cost engines that generate, against a reload from disk
 asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
@@ -16,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ from asyncrl.bench.learner_settings import LearnerBench
 from asyncrl.bench.loop import bench_loop
 from asyncrl.bench.sandbox import bench_sandbox
 from asyncrl.bench.sandbox import table as sandbox_table
+from asyncrl.bench.spikes import CLIPPED, UNCLIPPED, bench_spikes
+from asyncrl.bench.spikes import draw as draw_spikes
 from asyncrl.bench.step import bench_step
 from asyncrl.bench.weight_sync import bench_weight_sync
 from asyncrl.bench.weight_sync import tables as weight_sync_tables
 from asyncrl.bench.weight_sync_scene import WeightSyncBench
-from asyncrl.commands.arguments import add_sandbox_arguments, sandbox_settings_of
+from asyncrl.commands.arguments import add_sandbox_arguments, check_picture, sandbox_settings_of
 from asyncrl.errors import ConfigError
 
 HELP = "measure speed"
@@ -74,6 +77,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bounds.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     bounds.set_defaults(command=_bounds)
+    spikes = benches.add_parser(
+        "spikes",
+        help="the largest importance weights by the bound on staleness, with and without a clip",
+        description="Trains once for each bound and loss. The keys of the JSON file are listed in "
+        "asyncrl/bench/spikes.py; `asyncrl report` compares the runs. A picture needs matplotlib (asyncrl[plot]).",
+    )
+    spikes.add_argument("--config", type=Path, default=Path("configs/demo.toml"), help="default configs/demo.toml")
+    spikes.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="replace one setting")
+    spikes.add_argument("--steps", type=int, default=40, metavar="N", help="of each run (default: 40)")
+    spikes.add_argument("--bounds", type=int, nargs="+", default=[1, 3], metavar="N", help="default 1 3")
+    spikes.add_argument(
+        "--losses",
+        nargs="+",
+        default=[CLIPPED, UNCLIPPED],
+        metavar="LOSS",
+        help=f"(default: {CLIPPED}, which clips the ratio, and {UNCLIPPED}, which does not)",
+    )
+    spikes.add_argument("--directory", type=Path, required=True, help="for the runs, which are kept; new or empty")
+    spikes.add_argument("--picture", type=Path, metavar="FILE", help="draw them: .svg, .png or .pdf")
+    spikes.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    spikes.set_defaults(command=_spikes)
     learner = benches.add_parser(
         "learner",
         help="forward and backward against transformers, prefix sharing, the loss's share, and how exact it is",
@@ -195,6 +219,47 @@ def _show_rate(run: BoundRate) -> None:
         f"{run.engine_idle_share:.0%}",
         flush=True,
     )
+
+
+def _spikes(arguments: argparse.Namespace) -> int:
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps must be >= 1, got {arguments.steps}")
+    for name in ("bounds", "losses"):
+        values = getattr(arguments, name)
+        if len({*values}) < len(values):
+            raise ConfigError(f"--{name} must differ from each other, got {values}")
+    _check_json(arguments.json)
+    if arguments.picture is not None:
+        check_picture(arguments.picture)
+    report = bench_spikes(
+        arguments.config,
+        arguments.set,
+        directory=arguments.directory,
+        steps=arguments.steps,
+        bounds=arguments.bounds,
+        losses=arguments.losses,
+        on_run=_show_spikes,
+    )
+    for loss, times in report["growth"].items():
+        print(f"{loss}: the largest bound's spikes reach {times:.1f} times as far above 1 as the smallest's")
+    if arguments.picture is not None:
+        draw_spikes(report, arguments.picture)
+        print(f"picture in {arguments.picture}")
+    _write(arguments.json, report)
+    return 0
+
+
+def _show_spikes(run: Mapping[str, Any]) -> None:
+    figures = {name: "none" if run[name] is None else f"{run[name]:.2f}" for name in _SPIKE_FIGURES}
+    print(
+        f"{run['loss']}, max_off_policyness = {run['max_off_policyness']}, {run['steps']} steps: largest ratio "
+        f"{figures['ratio_max']} (median of the steps' {figures['ratio_max_median']}, above 2 in "
+        f"{run['steps_above_2']}), gradient norm {figures['grad_norm_median']}, at most {figures['grad_norm_max']}",
+        flush=True,
+    )
+
+
+_SPIKE_FIGURES = ("ratio_max", "ratio_max_median", "grad_norm_median", "grad_norm_max")
 
 
 def _learner(arguments: argparse.Namespace) -> int:

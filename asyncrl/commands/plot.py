@@ -9,12 +9,12 @@ One line a run. The file's ending chooses the format. Needs matplotlib (asyncrl[
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.commands.arguments import check_picture
 from asyncrl.errors import ConfigError
 from asyncrl.recording import read_metrics
 from asyncrl.run_directory import RunDirectory
@@ -38,12 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Draw; return the exit code."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed: pip install asyncrl[plot]")
-    if arguments.picture.suffix not in (".svg", ".png", ".pdf"):
-        raise ConfigError(f"the picture must end in .svg, .png or .pdf, got {arguments.picture}")
-    if not arguments.picture.parent.is_dir():
-        raise ConfigError(f"there is no directory {arguments.picture.parent} for the picture")
+    check_picture(arguments.picture)
     runs = [RunDirectory(path) for path in arguments.runs]
     for run in runs:
         if not read_metrics(run):

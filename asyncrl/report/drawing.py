@@ -46,6 +46,7 @@ _STYLE: Any = {
     "path.simplify": True,
     "path.simplify_threshold": 0.5,
 }
+_SMALLEST_SHOWN = 1e-6  # on a log axis; a float32 engine on the same CPU differs by 1e-13, which would flatten the rest
 _WIDTH, _HEIGHT = 5.6, 2.7  # inches; the page scales it
 
 
@@ -75,6 +76,22 @@ def line(panel: Axes, x: Sequence[float], y: Sequence[float], colour: str, label
     known = sum(not math.isnan(value) for value in y)
     alone = {"marker": "o", "markersize": 3.5} if known == 1 else {}
     panel.plot(x, y, color=colour, label=label or None, **{**alone, **how})
+
+
+def log_axis(panel: Axes) -> None:
+    """Make the y axis logarithmic, with plain numbers at its ticks; linear where all is within 3 x."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    low, high = panel.dataLim.minposy, panel.dataLim.y1
+    if not math.isfinite(low) or high < 3 * low:
+        panel.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        return
+    panel.set_yscale("log")
+    panel.set_ylim(bottom=max(panel.get_ylim()[0], _SMALLEST_SHOWN))
+    subs = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+    panel.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def legend(panel: Axes, *, columns: int = 4) -> None:

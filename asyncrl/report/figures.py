@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 
 from asyncrl.idle import ENGINE_CAUSES, LEARNER_CAUSES
-from asyncrl.report.drawing import COLOURS, axes, legend, line, steps_axis, svg
+from asyncrl.report.drawing import COLOURS, axes, legend, line, log_axis, steps_axis, svg
 from asyncrl.report.intervals import means, rates, wilson, window_of
 from asyncrl.report.reading import RunData
 from asyncrl.spikes import Cause
 
-_SMALLEST_SHOWN = 1e-6  # on a log axis; a float32 engine on the same CPU differs by 1e-13, which would flatten the rest
 _MAX_STALENESS_SHOWN = 8  # of the stack by staleness; what is older is one more part
 
 
@@ -100,8 +99,8 @@ def off_policy(runs: Sequence[RunData]) -> list[Picture]:
                     line(above, run.numbers, values, COLOURS[place], share.replace("p", "") + " %")
             line(below, run.numbers, _positive(run.values("grad_norm")), colour)
             _mark_not_finite(below, run)
-        _log(above)
-        _log(below)
+        log_axis(above)
+        log_axis(below)
         above.set_ylabel("importance ratio")
         below.set_ylabel("gradient norm")
         steps_axis(below, _steps(runs))
@@ -200,7 +199,7 @@ def _lines(
                 steps, values = [steps[place] for place in known], [values[place] for place in known]
             line(panel, steps, _positive(values) if log else values, colour, label, linestyle=style)
     if log:
-        _log(panel)
+        log_axis(panel)
     if bottom:
         panel.set_ylim(0.0, 1.06 * max(panel.dataLim.y1, 1e-9))
     steps_axis(panel, _steps(runs))
@@ -292,7 +291,7 @@ def _spikes(runs: Sequence[RunData]) -> list[Picture]:
                 panel.plot(
                     x, y, "o", markersize=3.2, alpha=0.75, markeredgewidth=0, color=_CAUSE_COLOURS[cause], label=words
                 )
-        _log(panel)
+        log_axis(panel)
         panel.set_ylabel("importance ratio")
         steps_axis(panel, [kept["step"] for kept in run.spikes])
         legend(panel, columns=5)
@@ -412,22 +411,6 @@ def _mark_not_finite(panel: Axes, run: RunData) -> None:
     at = [int(step["step"]) for step in run.steps if step.get("grad_norm_nonfinite")]
     for step in at:
         panel.plot(step, 0.94, "x", color="#ef4444", markersize=5, transform=panel.get_xaxis_transform())
-
-
-def _log(panel: Axes) -> None:
-    """Make the y axis logarithmic, with plain numbers at its ticks; linear where all is within 3 x."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    low, high = panel.dataLim.minposy, panel.dataLim.y1
-    if not math.isfinite(low) or high < 3 * low:
-        panel.yaxis.set_major_locator(MaxNLocator(nbins=5))
-        return
-    panel.set_yscale("log")
-    panel.set_ylim(bottom=max(panel.get_ylim()[0], _SMALLEST_SHOWN))
-    subs = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
-    panel.yaxis.set_major_locator(LogLocator(subs=subs, numticks=7))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _positive(values: Sequence[float]) -> list[float]:
