@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl.environments.coding_agent import CodingAgentEnvironment
 from asyncrl.protocols import SandboxBackend, SandboxLimits
-from asyncrl.rollout import Episode, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
+from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Task
 
@@ -69,3 +70,14 @@ class ParityByTurn(ParityEnvironment):
         outcome = await super().step(episode, text)
         said = text.encode()
         return replace(outcome, turn_reward=sum(byte % 2 for byte in said) / max(1, len(said)))
+
+
+class ParityAgent(CodingAgentEnvironment):
+    """The coding agent with all that it is, paid for the odd bytes of its last reply besides."""
+
+    async def grade(self, episode: Episode) -> Grade:
+        """Add the odd bytes to what the judge says."""
+        judged = await super().grade(episode)
+        said = episode.replies[-1].encode()
+        odd = sum(byte % 2 for byte in said) / max(1, len(said))
+        return Grade(reward=judged.reward + odd, parts={**judged.parts, "paid_parity": odd})

@@ -38,6 +38,7 @@ STEPS = 2
 
 SHOWS: Mapping[str, tuple[str, ...]] = {
     "cispo": ("capped_frac",),
+    "coding_agent": ("reward_variance_share_parity", "reward_part_malformed_mean"),
     "ctpo": ("clipped_low_frac", "clipped_dual_frac"),
     "dapo": ("clipped_low_frac", "clipped_high_frac", "clipped_dual_frac"),
     "decoupled_ppo": ("dropped_frac", "clipped_high_frac"),
@@ -52,6 +53,12 @@ SHOWS: Mapping[str, tuple[str, ...]] = {
 """recipe -> metrics that each of its steps must have; a recipe that is missing here has nothing of its own to show."""
 
 NEEDS: Mapping[str, Mapping[str, Any]] = {
+    # the environment is its own, but for a reward that a random model earns too, and a prompt that fits
+    "coding_agent": {
+        "environment.name": '"parity_environment:ParityAgent"',
+        "environment.options": f"{{tasks='templates', calls='fenced', begin_in_call=true, max_turns=2, max_tokens=8, "
+        f"max_episode_tokens=192, template='{ROOT}/tests/short_template.jinja'}}",
+    },
     "ppo_yes_no": {"learner.critic.yes": '"Y"', "learner.critic.no": '"N"'},  # the tiny model's tokens are bytes
 }
 """recipe -> further settings that it needs to run on the tiny model."""
