@@ -31,6 +31,10 @@ class NoEngines:
         """Return: there is nothing to keep in service."""
         task_status.started()
 
+    def count_quarantines(self) -> int:
+        """Return 0: nothing is sent anywhere."""
+        return 0
+
     async def aclose(self) -> None:
         """Close nothing."""
 

@@ -32,7 +32,7 @@ from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
 from asyncrl.metering import MeteredBackend
-from asyncrl.protocols import Environment, RunsAlongside, Sampler, SandboxBackend, StepResult
+from asyncrl.protocols import PLAIN_STEP, Environment, RunsAlongside, Sampler, SandboxBackend, StepOptions, StepResult
 from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_gateway import serve_gateway, wants_gateway
@@ -64,9 +64,10 @@ class LearnerProcess:
             raise LearnerError(f"the learner began at version {hello.version} and the checkpoint is at {version}")
         self.canary_logprobs = hello.canary_logprobs
 
-    async def step(self, groups: Sequence[Group]) -> StepResult:
+    async def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         """See `protocols.Learner`."""
-        reply: wire.StepReply = await self._ask(wire.StepRequest(groups=list(groups)), wire.StepReply)
+        request = wire.StepRequest(groups=list(groups), options=options)
+        reply: wire.StepReply = await self._ask(request, wire.StepReply)
         return reply.result
 
     async def supervised_step(self, segments: Sequence[Segment], *, learning_rate: float) -> StepResult:
@@ -179,7 +180,14 @@ async def open_parts(
             queues: dict[str, Queue] = {"sandboxes": sandboxes}
             if isinstance(pool, EnginePool):
                 queues = {"engines": pool, **queues}
-            yield Parts(environment=environment, sampler=pool, learner=learner, engines=pool, queues=queues)
+            yield Parts(
+                environment=environment,
+                sampler=pool,
+                learner=learner,
+                engines=pool,
+                queues=queues,
+                quarantines=pool.count_quarantines,
+            )
             services.cancel_scope.cancel()
         await learner.shut_down()
 

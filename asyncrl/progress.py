@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.guards import Action, Alarm
 from asyncrl.run import Run
 from asyncrl.status import EvaluationResult
 
@@ -99,6 +100,11 @@ class Progress:
         if not self._draws:
             cells = (f"{title} {text.format(record[key])}" for title, key, text in columns if key in record)
             self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
+
+    def alarm(self, alarm: Alarm, *, pid: int) -> None:
+        """Print what a guard saw and did."""
+        more = f"; kill -USR1 {pid} goes on" if alarm.action is Action.PAUSE else ""
+        self._console.print(f"guard {alarm.guard}: {alarm.words}{more}", highlight=False, soft_wrap=True)
 
     def stalled(self, chain: Sequence[str]) -> None:
         """Print who waits for whom, because it has lasted."""

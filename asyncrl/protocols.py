@@ -1,4 +1,7 @@
-"""What the parts promise each other. Standard library only, so that every layer may import it."""
+"""What the parts promise each other. Standard library only, so that every layer may import it.
+
+Long because what one part may expect of another is read in one place.
+"""
 
 from __future__ import annotations
 
@@ -394,7 +397,8 @@ class StepResult:
     metrics: Mapping[str, float]
     """Names as documented in `asyncrl.learner.report`."""
     stepped: bool = True
-    """False where the step was skipped (non-finite gradient norm, nothing to train on); the version still counts."""
+    """False where the weights stayed as they were (non-finite gradient norm, nothing to train on, a limit of the step's
+    options); the version still counts."""
     histograms: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     """name -> {"edges": [k], "counts": [k + 1]}"""
     top_ratios: Sequence[Mapping[str, Any]] = ()
@@ -405,10 +409,26 @@ class StepResult:
     """One trajectory, token by token (`asyncrl.learner.attribution`); empty where nothing was trained on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How an optimizer step is to be taken."""
+
+    learning_rate_scale: float = 1.0
+    """Share of the learning rate that the schedule gives."""
+    update: bool = True
+    """False: everything is measured, and the weights stay as they are."""
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """metric -> (least, most). Where one is outside, the weights stay as they are; one that is not measured is not."""
+
+
+PLAIN_STEP = StepOptions()
+"""A step as the settings have it."""
+
+
 class Learner(Protocol):
     """The orchestrator's side of the process that steps the optimizer. One request at a time."""
 
-    async def step(self, groups: Sequence[Group]) -> StepResult:
+    async def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         """Take one optimizer step. Raises: LearnerError."""
         ...
 

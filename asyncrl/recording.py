@@ -17,6 +17,7 @@ from typing import Any
 
 import trio
 
+from asyncrl.guards import Alarm
 from asyncrl.progress import Progress, moment
 from asyncrl.protocols import StepResult
 from asyncrl.run import Run
@@ -68,7 +69,7 @@ class RunRecorder:
         self._last_steps = deque[Mapping[str, float]](maxlen=_LAST_STEPS)
         self._generated = (0.0, 0.0)
         self._status_due = 0.0
-        for path in (directory.metrics, directory.spikes, directory.tokens):
+        for path in (directory.metrics, directory.spikes, directory.tokens, directory.guards):
             _cut_back(path, version)
         self._last_steps.extend(read_metrics(directory)[-_LAST_STEPS:])
         directory.summary.unlink(missing_ok=True)  # of before a resume: it must not speak for what follows
@@ -138,6 +139,14 @@ class RunRecorder:
         if self._timeline is not None and self._run is not None:
             self._timeline.phase(self._run.status.phase, self._run.status.waiting_for)
         self._write_status()
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Append what a guard saw and did to guards.jsonl, and show it for good."""
+        version = self._run.status.version if self._run else 0
+        line = {"version": version, **asdict(alarm), "time": self._wall_clock()}
+        with self._directory.guards.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._progress.alarm(alarm, pid=os.getpid())
 
     def stalled(self, chain: Sequence[str]) -> None:
         """Show who waits for whom, for good."""

@@ -11,7 +11,7 @@ everything it drives is a `Parts`, real (`asyncrl.processes`) or simulated (`asy
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean
@@ -25,6 +25,7 @@ from asyncrl.checkpoint import Checkpoint, CheckpointStore
 from asyncrl.errors import StalenessError
 from asyncrl.evaluation import evaluate, is_solved
 from asyncrl.groups import GroupRollouts
+from asyncrl.guards import Action, Alarm, Guards, GuardSettings
 from asyncrl.idle import EngineIdle, LearnerIdle
 from asyncrl.protocols import Environment, Learner, Sampler, StepResult, WeightPuller
 from asyncrl.resume_plan import Resumption, plan_resumption
@@ -49,6 +50,8 @@ class Parts:
     engines: WeightPuller
     queues: Mapping[str, Queue] = field(default_factory=dict)
     """name -> what has a queue that an episode may stand in, for `Run.explain`."""
+    quarantines: Callable[[], int] = lambda: 0
+    """Times that engines took other weights than were sent, since the start."""
 
 
 class Recorder(Protocol):
@@ -72,6 +75,10 @@ class Recorder(Protocol):
 
     def phase(self) -> None:
         """Note that `RunStatus.phase` has changed."""
+        ...
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Note what a guard saw after the last step, and what it does."""
         ...
 
     def stalled(self, chain: Sequence[str]) -> None:
@@ -106,6 +113,7 @@ class Run:
         checkpoints: CheckpointStore,
         status: RunStatus,
         stop: trio.Event,
+        guards: Guards | None = None,
         warm_start: WarmStart | None = None,
         resume_from: Checkpoint | None = None,
         journal: RunJournal | None = None,
@@ -126,6 +134,9 @@ class Run:
         self._warm_start = warm_start
         self._warm_start_state = state.get("warm_start")
         version = resume_from.version if resume_from else 0
+        self._guards = guards or Guards(GuardSettings())
+        self._guards.restore(state.get("guards", {}))
+        self._go_on = trio.Event()
         self.journal = journal or RunJournal()
         self.status = status
         if resume_from:
@@ -300,7 +311,7 @@ class Run:
         staleness = self._check_staleness(groups)
         fresh = [group.group_id for group in groups if self.buffer.is_first_use(group.group_id)]
         self._phase("stepping")
-        result = await self._parts.learner.step(groups)
+        result = await self._parts.learner.step(groups, self._guards.options())
         stepped = trio.current_time()
         for group in groups:
             if group.group_id in fresh:
@@ -315,11 +326,45 @@ class Run:
         self._rollouts.close(fresh)
         times = {"step_seconds": stepped - began, "publish_seconds": trio.current_time() - stepped}
         self._record(groups, result, staleness, len(fresh), times)
+        held = self._guard(result)
         steps, limits = self.status.steps, self._limits
         if limits.checkpoint_every_steps and steps % limits.checkpoint_every_steps == 0:
             await self._save()
         if limits.evaluate_every_steps and steps % limits.evaluate_every_steps == 0 and steps < limits.steps:
             await self._evaluate()
+        if held:
+            await self._pause(held)
+
+    def _guard(self, result: StepResult) -> str:
+        """Tell the guards of the step and do what they say; return why the run is to pause, if it is."""
+        quarantines = self._parts.quarantines()
+        why = ""
+        for alarm in self._guards.check(self.status.last_step, stepped=result.stepped, quarantines=quarantines):
+            self.status.guard_actions[alarm.guard, alarm.action.value] += 1
+            self._recorder.alarm(alarm)
+            if alarm.action is Action.STOP:
+                self.status.stopped_by = self.status.stopped_by or alarm.words
+                self._stop.set()
+            elif alarm.action is Action.PAUSE:
+                why = why or alarm.words
+        self.status.guard_scale = self._guards.scale
+        self.gate.resize(self._guards.slots(self._settings.groups_per_step, self._settings.num_slots))
+        return why
+
+    async def _pause(self, why: str) -> None:
+        """Save, and wait for `go_on` or the end; groups that run meanwhile come to their ends."""
+        if self._saved_version != self.status.version:
+            await self._save()
+        self._phase("paused", why)
+        self._go_on = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when, self._stop, nursery.cancel_scope)
+            await self._go_on.wait()
+            nursery.cancel_scope.cancel()
+
+    def go_on(self) -> None:
+        """End a pause, where there is one."""
+        self._go_on.set()
 
     def _check_staleness(self, groups: Sequence[Group]) -> int:
         """Return the largest staleness among the groups. Raises StalenessError: passing the bound is a bug."""
@@ -401,6 +446,7 @@ class Run:
             "accounting": self.ledger.state(),
             "selection": self.status.selection.state(),
             "behaviour": self.status.behaviour.state(),
+            "guards": self._guards.state(),
             "environment": self._parts.environment.state(),
             "warm_start": self._warm_start.state() if self._warm_start else self._warm_start_state,
             "next_group_id": self.gate.next_group_id,

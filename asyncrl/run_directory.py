@@ -2,6 +2,7 @@
 
 config.toml       as resolved            metrics.jsonl   one line a step
 status.json       the present moment     summary.json    at the end
+guards.jsonl      what guards saw and did, a line an alarm
 spikes.jsonl      the tokens that stand out, and why, a line a step
 tokens.jsonl      one trajectory a step, token by token
 events.jsonl      when things happened, the newest of it, for `asyncrl trace`
@@ -53,9 +54,9 @@ _MAY_DIFFER = (
     "engine.start_timeout_s",
     "engine.outage_timeout_s",
 )
-_MAY_DIFFER_SECTIONS = ("metrics", "evaluation", "journal", "weight_sync")
-"""What a resumed run may change: how long it goes on, how it is watched and how weights travel; never what is learned
-or how."""
+_MAY_DIFFER_SECTIONS = ("guards", "metrics", "evaluation", "journal", "weight_sync")
+"""What a resumed run may change: how long it goes on, how it is watched and held back, and how weights travel; never
+what is learned or how."""
 
 
 class RunDirectory:
@@ -70,6 +71,7 @@ class RunDirectory:
         self.spikes = path / "spikes.jsonl"
         self.tokens = path / "tokens.jsonl"
         self.events = path / "events.jsonl"
+        self.guards = path / "guards.jsonl"
         self.status = path / "status.json"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"

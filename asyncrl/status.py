@@ -43,7 +43,7 @@ class RunStatus:
     """Of the warm start so far: steps, tokens, and the held-out perplexity before and after (where measured)."""
     phase: str = "starting"
     """What the learner's side does: starting, evaluating, warm start, waiting for groups, stepping, publishing, syncing
-    (waiting for the engines), saving, finished."""
+    (waiting for the engines), saving, paused (by a guard), finished, stopped."""
     waiting_for: str = ""
     """Who is waited for, in words; empty when nobody waits."""
     tokens_generated: int = 0
@@ -79,6 +79,12 @@ class RunStatus:
     """Times that a request went on in another engine, because the one that ran it failed."""
     tokens_carried: int = 0
     """Tokens that such requests had already, each time: none of them was sampled again."""
+    guard_actions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(guard, action) -> times, in this process."""
+    guard_scale: float = 1.0
+    """Share of the learning rate, or of the gate's slots, that the guards' controller leaves."""
+    stopped_by: str = ""
+    """What a guard said when it stopped the run."""
     stalls: int = 0
     """Times that the learner waited for groups longer than the limit."""
     trajectories: Counter[str] = field(default_factory=Counter)

@@ -179,7 +179,7 @@ class Tallies:
             self.nonfinite[of] += round(metrics.get(key, 0.0))
         if self.entropy_start is None:
             self.entropy_start = metrics.get("entropy")
-        for part in ("packing", "forward_backward", "optimizer"):
+        for part in ("packing", "forward_backward", "diagnostics", "optimizer"):
             self.learner_seconds[part] += metrics.get(f"seconds_{part}", 0.0)
 
     def count_sync(self, reports: Sequence[SyncReport]) -> None:

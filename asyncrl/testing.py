@@ -17,7 +17,8 @@ from typing import Any
 import trio
 
 from asyncrl.errors import EngineError, LearnerError
-from asyncrl.protocols import Sampler, StepResult, SyncReport
+from asyncrl.guards import Alarm
+from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, SyncReport
 from asyncrl.rollout import collect_episodes
 from asyncrl.types import (
     Completion,
@@ -152,7 +153,7 @@ class FakeLearner:
         self.dies_after: int | None = None
         """Version in which it dies, or None."""
 
-    async def step(self, groups: Sequence[Group]) -> StepResult:
+    async def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         """Take the step time and advance the version."""
         await trio.sleep(self._rates.step_s)
         if self.dead or self.version == self.dies_after:
@@ -301,6 +302,7 @@ class MemoryRecorder:
         self.warm_steps: list[Mapping[str, float]] = []
         self.evaluations: list[Any] = []
         self.stalls: list[Sequence[str]] = []
+        self.alarms: list[Alarm] = []
 
     def group(self, group: Group) -> None:
         """Keep a finished group."""
@@ -320,6 +322,10 @@ class MemoryRecorder:
 
     def phase(self) -> None:
         """Keep nothing."""
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Keep what a guard did."""
+        self.alarms.append(alarm)
 
     def stalled(self, chain: Sequence[str]) -> None:
         """Keep who waited for whom."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import trio
 
-from asyncrl.protocols import StepResult
+from asyncrl.protocols import PLAIN_STEP, StepOptions, StepResult
 from asyncrl.types import Group, Logprobs, PolicyVersion, Segment, TokenIds, WeightManifest
 
 _HEADER = struct.Struct("!Q")
@@ -39,7 +39,7 @@ class StepRequest(Message, frozen=True, kw_only=True):
     """Take one optimizer step on these groups."""
 
     groups: list[Group]
-    learning_rate_scale: float = 1.0
+    options: StepOptions = PLAIN_STEP
 
 
 class SupervisedStepRequest(Message, frozen=True, kw_only=True):

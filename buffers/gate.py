@@ -56,6 +56,10 @@ class Gate:
         self._admitted_at[group_id] = trio.current_time()
         return group_id
 
+    def resize(self, num_slots: int) -> None:
+        """Have so many slots from now on; where more are held, none is given before enough are released."""
+        self._slots.total_tokens = num_slots
+
     def readmit(self, group_id: int) -> None:
         """Give a slot to a group that was admitted before the run was interrupted. Raises: trio.WouldBlock."""
         assert group_id < self._next_group_id, f"group {group_id} was never admitted"

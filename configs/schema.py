@@ -16,6 +16,7 @@ from asyncrl.engines import EngineSettings, SamplingSettings
 from asyncrl.environments import EnvironmentSettings, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import GatewaySettings
+from asyncrl.guards import GuardSettings
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teacher_settings import check_temperature
 from asyncrl.sandbox import SandboxSettings
@@ -123,6 +124,7 @@ class Config:
     weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    guards: GuardSettings = field(default_factory=GuardSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
     def __post_init__(self) -> None:

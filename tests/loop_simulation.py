@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from asyncrl.buffers import Amount, BufferSettings, GroupCommit, Journal, LostLine
 from asyncrl.checkpoint import CheckpointStore
+from asyncrl.guards import Guards
 from asyncrl.metrics import Source, collector
 from asyncrl.resume_plan import plan_resumption
 from asyncrl.run import Limits, Parts, Recorder, Run
@@ -42,6 +43,7 @@ class Simulation:
         lost_line: LostLine = LostLine.REDRAW,
         checkpoints: CheckpointStore | None = None,
         recorder: Recorder | None = None,
+        guards: Guards | None = None,
         watch: Callable[[Parts], Parts] = lambda parts: parts,
     ) -> None:
         rates = rates or Rates()
@@ -63,6 +65,7 @@ class Simulation:
             checkpoints=self.checkpoints,
             status=RunStatus(),
             stop=self.stop,
+            guards=guards,
             resume_from=checkpoint,
             journal=RunJournal(GroupCommit(journal, run_blocking=run_inline)) if journal else None,
             resumption=plan_resumption(state, version, history, settings=buffer, lost_line=lost_line)

@@ -17,6 +17,7 @@ from tiny_model import build_tiny_model
 from asyncrl.errors import EngineError, EnvironmentFault
 from asyncrl.learner.credit_settings import CreditSettings
 from asyncrl.learner.process import Learner
+from asyncrl.protocols import StepOptions
 from asyncrl.types import Group, Logprobs, Trajectory, TurnSpan
 
 
@@ -161,6 +162,30 @@ def test_rewards_that_are_huge_stay_finite(learner: Learner) -> None:
     result = step(learner, groups)
     assert result.stepped
     assert math.isfinite(result.metrics["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("options", "stepped"),
+    [
+        (StepOptions(), True),
+        (StepOptions(update=False), False),
+        (StepOptions(limits={"importance_ratio_max": (-math.inf, 1e-3)}), False),
+        (StepOptions(limits={"ess_token": (1.1, math.inf)}), False),
+        (StepOptions(limits={"importance_ratio_max": (-math.inf, 1e9), "ess_token": (0.0, math.inf)}), True),
+        (StepOptions(limits={"not_measured": (0.0, 0.0)}), True),
+    ],
+)
+def test_a_step_outside_its_limits_measures_everything_and_leaves_the_weights(
+    learner: Learner, options: StepOptions, stepped: bool
+) -> None:
+    before = weights(learner)
+    result = step(learner, random_groups(3), options)
+    assert result.stepped is stepped
+    assert unchanged(learner, before) is not stepped
+    assert result.version == 1
+    assert result.metrics["grad_norm"] > 0
+    assert result.metrics["ess_token"] > 0
+    assert step(learner, random_groups(3)).stepped, "nothing of the gradient was left behind"
 
 
 # --- what a step reports ----------------------------------------------------------------------------------------

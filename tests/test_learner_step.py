@@ -19,7 +19,7 @@ from asyncrl.learner.credit_settings import CreditSettings
 from asyncrl.learner.process import Learner
 from asyncrl.learner.settings import LearnerJob, LearnerSettings
 from asyncrl.packing import split
-from asyncrl.protocols import StepResult
+from asyncrl.protocols import PLAIN_STEP, StepOptions, StepResult
 from asyncrl.types import Group, Logprobs, Trajectory
 from asyncrl.weight_sync.settings import WeightSyncSettings
 from asyncrl.wire import SaveRequest, StepRequest
@@ -42,8 +42,8 @@ def job_for(model: Path, published: Path, *, resume_from: Path | None = None, **
     )
 
 
-def step(learner: Learner, groups: Sequence[Group], **options: float) -> StepResult:
-    reply = learner.answer(StepRequest(groups=list(groups), **options))
+def step(learner: Learner, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
+    reply = learner.answer(StepRequest(groups=list(groups), options=options))
     return reply.result  # type: ignore[attr-defined, no-any-return]
 
 
@@ -193,7 +193,7 @@ def test_gradients_are_clipped_and_the_norm_before_is_reported(model_path: Path,
 def test_the_learning_rate_warms_up_and_scales(model_path: Path, tmp_path: Path) -> None:
     learner = Learner(job_for(model_path, tmp_path, learning_rate=1.0, warmup_steps=4))
     assert [learner._optimizer.learning_rate(), learner._optimizer.learning_rate(0.5)] == [0.25, 0.125]
-    assert step(learner, random_groups(2), learning_rate_scale=0.0).metrics["learning_rate"] == 0.0
+    assert step(learner, random_groups(2), StepOptions(learning_rate_scale=0.0)).metrics["learning_rate"] == 0.0
     assert learner._optimizer.learning_rate() == 0.5
     learner.close()
 

@@ -23,7 +23,7 @@ from asyncrl.losses.reduction import RATIO_EDGES
 from asyncrl.metering import MeteredBackend
 from asyncrl.metrics import TABLES, Kind, Sampled, Source, collector, page
 from asyncrl.metrics.sampling import memory_by_role, parse_engine
-from asyncrl.protocols import BackendStatistics, StepResult
+from asyncrl.protocols import PLAIN_STEP, BackendStatistics, StepOptions, StepResult
 from asyncrl.run import Limits
 from asyncrl.tallies import MAX_ENVIRONMENTS, OTHER, RATIO_BUCKETS, Names
 from asyncrl.testing import FakeLearner, Rates
@@ -66,9 +66,9 @@ def test_the_page_is_written_from_the_tables() -> None:
 class TellingLearner(FakeLearner):
     """A learner whose steps say as much as the real one's; their staleness goes up and down."""
 
-    async def step(self, groups: Sequence[Group]) -> StepResult:
+    async def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         """See `protocols.Learner`."""
-        result = await super().step(groups)
+        result = await super().step(groups, options)
         oldest = self.version % 12
         counts = [0.0] * (len(RATIO_EDGES) + 1)
         counts[len(RATIO_EDGES) // 2], counts[-1] = 90.0, 10.0

@@ -34,7 +34,7 @@ from asyncrl.buffers import BufferSettings, GroupCommit, Journal
 from asyncrl.buffers.group_commit import RunBlocking
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.progress import Progress
-from asyncrl.protocols import Sampler, StepResult
+from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult
 from asyncrl.recording import RunRecorder
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.run_directory import RunDirectory
@@ -129,7 +129,7 @@ class _Engines(SimulatedEngines):
 class _Learner(SimulatedLearner):
     """Packs the frame of every step, as it would be sent."""
 
-    async def step(self, groups: Sequence[Group]) -> StepResult:
+    async def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         assert wire.encode(wire.StepRequest(groups=list(groups)))
         return await super().step(groups)
 

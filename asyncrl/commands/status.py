@@ -44,6 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{report['run']}: {report['state']}")
     if report["moment"]:
         print(f"  {report['moment']} (written {report['age_seconds']:.0f} s ago)")
+    if report["phase"] == "paused" and report["pid"]:
+        print(f"  kill -USR1 {report['pid']} goes on, kill -INT {report['pid']} ends it")
     for line in report["waiting"]:
         print(f"  {line}")
     for line in _now(report):
@@ -133,6 +135,7 @@ def read_status(directory: RunDirectory) -> dict[str, Any]:
         "run": str(directory.path),
         "state": "running" if running else "finished" if summary else "stopped without a summary",
         "phase": moment.get("phase", "starting"),
+        "pid": moment.get("pid") if running else None,
         "moment": moment.get("moment", ""),
         "straggler_group": moment.get("straggler_group"),
         "waiting": moment.get("waiting", []) if running else [],

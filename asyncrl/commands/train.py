@@ -4,6 +4,9 @@
   asyncrl train configs/demo.toml --set buffer.max_off_policyness=0 --set run.steps=20
   asyncrl train configs/demo.toml --resume
 
+A run that a guard has paused ([guards]) goes on when it gets SIGUSR1: kill -USR1 and the process id that
+`asyncrl status` shows. One that a guard has stopped ends with exit code 1.
+
 Ctrl-C once finishes the optimizer step under way, writes a checkpoint and ends; twice ends at once. Either way no
 process, sandbox or shared-memory file is left, and --resume goes on from the newest checkpoint.
 """
@@ -33,6 +36,7 @@ from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
 from asyncrl.engines import EnginePool
 from asyncrl.errors import ConfigError
+from asyncrl.guards import Guards
 from asyncrl.live import LivePage
 from asyncrl.metering import MeteredBackend
 from asyncrl.metrics import Sampled, Source, collector
@@ -173,6 +177,7 @@ async def _train(
                     checkpoints=checkpoints,
                     status=RunStatus(),
                     stop=stop,
+                    guards=Guards(config.guards),
                     warm_start=warm_start,
                     resume_from=checkpoint,
                     journal=RunJournal(GroupCommit(journal)),
@@ -181,6 +186,7 @@ async def _train(
                 )
                 for note in run.notes:
                     console.print(note, highlight=False, soft_wrap=True)
+                beside.start_soon(_listen_to_go_on, run)
                 progress.watch(run)
                 recorder.watch(run)
                 app = _metrics_app(run, parts, directory, beside)
@@ -195,7 +201,15 @@ async def _train(
         return 130
     console.print(_table(summary))
     console.print(f"summary in {directory.summary}", highlight=False, soft_wrap=True)
-    if stop.is_set():
+    return _say_how_it_ended(console, stopped_by=run.status.stopped_by, stopped=stop.is_set())
+
+
+def _say_how_it_ended(console: Console, *, stopped_by: str, stopped: bool) -> int:
+    """Return the exit code of a run that has left its loop; `stopped_by` is what a guard said, if one has ended it."""
+    if stopped_by:
+        console.print(f"stopped by a guard: {stopped_by}; go on with --resume", highlight=False, soft_wrap=True)
+        return 1
+    if stopped:
         console.print("stopped before its end; go on with --resume", highlight=False)
         return 130
     return 0
@@ -238,6 +252,12 @@ async def _listen_for_signals(stop: trio.Event, scope: trio.CancelScope, progres
                 continue
             progress.say("stopping after the step under way; once more to stop at once")
             stop.set()
+
+
+async def _listen_to_go_on(run: Run) -> None:
+    with trio.open_signal_receiver(signal.SIGUSR1) as signals:
+        async for _ in signals:
+            run.go_on()
 
 
 def _table(summary: dict[str, Any]) -> Table:

@@ -178,6 +178,10 @@ class EnginePool:
             tokens_carried=self._tokens_carried,
         )
 
+    def count_quarantines(self) -> int:
+        """Return how often engines took other weights than were sent to them."""
+        return sum(member.quarantines for member in self._roster.members)
+
     async def read_metrics(self, timeout_s: float) -> Mapping[str, str]:
         """Return by an engine's name what its server says of itself; those are missing that do not answer in time."""
         texts: dict[str, str] = {}

@@ -91,8 +91,7 @@ class Learner:
         """Carry out one request and return its reply."""
         match request:
             case wire.StepRequest():
-                scale = request.learning_rate_scale
-                return wire.StepReply(result=self._stepper.step(request.groups, learning_rate_scale=scale))
+                return wire.StepReply(result=self._stepper.step(request.groups, request.options))
             case wire.SupervisedStepRequest():
                 return wire.StepReply(result=self._supervised_step(request))
             case wire.SupervisedLossRequest():

@@ -11,7 +11,7 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | tokens_batch, tokens_forwarded | tokens of all segments; tokens that the body read, shared prefixes once |
 | num_segments_idle | segments with no gradient (advantages 0): forwarded for the diagnostics alone |
 | num_microbatches, num_segments, num_trajectories, num_failed_trajectories | counts of the batch |
-| seconds_packing, seconds_forward_backward, seconds_optimizer, seconds_step | of the step's parts and all of it |
+| seconds_packing, _forward_backward, _diagnostics, _optimizer, _step | of the step's parts and all of it |
 | tokens_per_second | tokens_batch / seconds_step |
 | reward_mean, reward_std, advantage_abs_mean, turns_mean, truncated_share | over trajectories that have a reward |
 | overlong_shaped_share, overlong_penalty_mean | trajectories that length cost reward, and how much of all |

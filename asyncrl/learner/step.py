@@ -22,7 +22,7 @@ from asyncrl.learner.teachers import Teachers
 from asyncrl.losses import LossInputs, denominators, evaluate, next_entropy_coef, reduce, resolve
 from asyncrl.losses.reduction import Record
 from asyncrl.packing import Batch, Microbatch, check_staleness, split, to_device
-from asyncrl.protocols import StepResult
+from asyncrl.protocols import PLAIN_STEP, StepOptions, StepResult
 from asyncrl.types import Group, PolicyVersion
 
 
@@ -63,7 +63,7 @@ class Stepper:
         """What moves from step to step besides weights and optimizer; a checkpoint keeps it."""
         return {"entropy_coef": self._loss.entropy_coef} if self._settings.entropy_target else {}
 
-    def step(self, groups: Sequence[Group], *, learning_rate_scale: float = 1.0) -> StepResult:
+    def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         """Return what one optimizer step on `groups` did; the version advances whether or not the weights changed.
 
         Raises: StalenessError for a token outside the bound; ShapeError for segments that contradict themselves.
@@ -87,18 +87,20 @@ class Stepper:
         metrics["seconds_forward_backward"] = clock.lap()
         norm = self._optimizer.gradient_norm()
         metrics |= {"loss": loss, "grad_norm": norm, "grad_norm_nonfinite": float(not math.isfinite(norm))}
-        metrics["learning_rate"] = self._optimizer.learning_rate(learning_rate_scale)
+        seen, histograms = diagnose(whole, records, selection, self._settings)
+        metrics |= seen | self._adapt(seen)
+        metrics["seconds_diagnostics"] = clock.lap()
+        metrics["learning_rate"] = self._optimizer.learning_rate(options.learning_rate_scale)
         stepped = math.isfinite(norm) and (self._critic is None or self._critic.can_step)
+        stepped = stepped and options.update and _are_within(metrics, options.limits)
         if stepped and not (self._critic is not None and self._critic.freezes_policy):
-            self._optimizer.step(norm, scale=learning_rate_scale)
+            self._optimizer.step(norm, scale=options.learning_rate_scale)
             self._teachers.advance()
         else:
             self._optimizer.discard()
         if self._critic is not None:
             metrics |= self._critic.finish(batch, stepped=stepped)
         metrics["seconds_optimizer"] = clock.lap()
-        seen, histograms = diagnose(whole, records, selection, self._settings)
-        metrics |= seen | self._adapt(seen)
         metrics["seconds_step"] = clock.total()
         metrics["tokens_per_second"] = batch.num_tokens / metrics["seconds_step"]
         result = StepResult(
@@ -284,6 +286,12 @@ class Stepper:
             **self._by_sequence(batch, segments, microbatch.cu_seqlens),
             **here,
         )
+
+
+def _are_within(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float]]) -> bool:
+    """Tell whether every metric that was measured lies within its limits; NaN is not measured."""
+    return not any(metrics[name] < least or metrics[name] > most
+                   for name, (least, most) in limits.items() if name in metrics)  # fmt: skip
 
 
 class _Clock:

@@ -18,6 +18,7 @@ PHASES = (
     "syncing",
     "publishing",
     "saving",
+    "paused",
     "finished",
     "stopped",
 )
@@ -94,6 +95,10 @@ PROGRESS: tuple[Family, ...] = (
             "grows", status(lambda s: s.steps_skipped)),
     counter("asyncrl_stalls", "times", "Waits of the learner for groups that were longer than stall_minutes.",
             "grows: `asyncrl status` says who waits for whom", status(lambda s: s.stalls)),
+    counter("asyncrl_guard_actions", "alarms", "What guards saw, by guard and what they did; see [guards].", "grows",
+            status(lambda s: s.guard_actions), "guard", "action"),
+    gauge("asyncrl_guard_scale", "share", "Of the learning rate or the gate's slots that the controller leaves.",
+          "stays low", status(lambda s: s.guard_scale)),
     gauge("asyncrl_phase", "0 or 1", "What the learner's side does: 1 for the present phase.", "", _phase, "phase"),
     gauge("asyncrl_training_seconds", "seconds", "Time of training, before a resume included.", "",
           lambda source: source.run.seconds),

@@ -16,6 +16,7 @@ import trio.testing
 from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.errors import ConfigError
+from asyncrl.guards import Alarm
 from asyncrl.protocols import StepResult
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.simulation.faults import Fault
@@ -129,6 +130,9 @@ class _Counting:
 
     def phase(self) -> None:
         """Nothing is shown."""
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Nothing is kept of an alarm."""
 
     def stalled(self, chain: Sequence[str]) -> None:
         """Nothing is shown: no limit is set."""

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from asyncrl.errors import CheckpointError, LearnerError, WeightSyncError
-from asyncrl.protocols import Sampler, StepResult, SyncReport
+from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, SyncReport
 from asyncrl.simulation.faults import Fault
 from asyncrl.simulation.rates import SimulationRates
 from asyncrl.types import (
@@ -137,7 +137,7 @@ class SimulatedLearner:
         self.staleness: dict[int, int] = {}
         """optimizer steps -> groups trained at that staleness of their oldest token."""
 
-    async def step(self, groups: Sequence[Group]) -> StepResult:
+    async def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         """Take the step's time and advance the version."""
         world, rates = self._world, self._world.rates
         tokens = sum(t.extras["tokens"] for g in groups for t in g.trajectories if t.reward is not None)
