@@ -1,8 +1,7 @@
 """Groups to flat tensors, and flat tensors to microbatches that read every shared prefix once.
 
 Legend: `T` tokens of the batch's segments laid end to end, `S` segments, `N` slots of a microbatch's tree (each token
-of a shared prefix has one slot), `P` predictions that need the LM head, `R` rows of one attention block, `L` queries
-of a row, `K` keys of a row.
+of a shared prefix has one slot), `P` predictions that need the LM head.
 
 A microbatch is a token trie: segments are sorted, and each one adds slots only for what follows its longest common
 prefix with the segment before it. So a prompt is forwarded once per group instead of once per completion, a system
@@ -23,10 +22,6 @@ import torch
 
 from asyncrl.errors import ShapeError, StalenessError
 from asyncrl.types import PolicyVersion, Segment
-
-_QUERY_BLOCK = 128  # queries a row; longer rows waste the upper triangle, shorter ones repeat more gathers
-_PADDING_ALLOWANCE = 1.25  # rows share a block while padded score elements stay below this multiple of the real ones
-_BLOCK_ELEMENTS = 1 << 17  # score elements a head and block: with 9 heads 4.5 MiB, about what two cores cache close by
 
 _Record = TypeVar("_Record", "Batch", "AttentionBlock", "Microbatch")
 
@@ -239,22 +234,30 @@ def check_staleness(batch: Batch, *, version: PolicyVersion, max_off_policyness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
-    """Rows of queries that are attended to their keys in one padded matrix product."""
+    """Slots that all see the same other slots (a rectangle), or each other, every one its own past (a triangle)."""
 
-    query_index: torch.Tensor
-    """[R * L] int64 slots; a padded query repeats the row's last slot, and its result is not used."""
-    result_index: torch.Tensor
-    """[N_block] int64; places in the flattened [R * L] that hold a real query, row by row."""
-    slot_index: torch.Tensor
-    """[N_block] int64; the slots of those queries."""
-    key_index: torch.Tensor
-    """[R * K] int64 slots; padded keys repeat the row's last slot and are hidden by `hidden`."""
-    hidden: torch.Tensor
-    """[R, L, K] bool; True where the query may not see the key."""
-    num_rows: int
-    """R."""
-    num_open: int
-    """Keys, from the first of each row, that every query of the block sees."""
+    queries: slice
+    keys: slice
+    """The same slots in a triangle, slots before the queries in a rectangle."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a triangle."""
+        return self.queries == self.keys
+
+    @property
+    def num_queries(self) -> int:
+        """Slots that look."""
+        return int(self.queries.stop - self.queries.start)
+
+    @property
+    def num_keys(self) -> int:
+        """Slots that are seen."""
+        return int(self.keys.stop - self.keys.start)
+
+    def covers(self, other: AttentionBlock) -> bool:
+        """Whether the queries of `other` are all among these."""
+        return bool(self.queries.start <= other.queries.start and other.queries.stop <= self.queries.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +275,7 @@ class Microbatch:
     tree_position_ids: torch.Tensor
     """[N] int64."""
     blocks: tuple[AttentionBlock, ...]
-    """Cover every slot once."""
+    """Pairs of query and key, each once. First the triangles: as queries these hold every slot once, in order."""
     predict_slot: torch.Tensor
     """[P] int64 slots whose hidden state goes through the LM head, ascending."""
     target_ids: torch.Tensor
@@ -354,7 +357,7 @@ def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_pref
     slots: dict[int, np.ndarray] = {}
     tree_tokens: list[np.ndarray] = []
     tree_positions: list[np.ndarray] = []
-    queries: list[tuple[int, int, int]] = []  # segment, first and end position of its own run
+    runs: list[tuple[int, int]] = []  # length of the prefix that is shared with the run before, and of the run itself
     num_slots = 0
     for place, segment in enumerate(order):
         row = rows[segment]
@@ -365,7 +368,7 @@ def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_pref
         tree_tokens.append(row[shared:])
         tree_positions.append(np.arange(shared, len(row)))
         num_slots += len(own)
-        queries.extend((segment, a, min(a + _QUERY_BLOCK, len(row))) for a in range(shared, len(row), _QUERY_BLOCK))
+        runs.append((shared, len(own)))
     token_index = np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in members])
     lengths = [len(rows[s]) for s in members]
     slot_of_token = np.concatenate([slots[s] for s in members])
@@ -377,7 +380,7 @@ def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_pref
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64),
         tree_token_ids=torch.from_numpy(np.concatenate(tree_tokens)),
         tree_position_ids=torch.from_numpy(np.concatenate(tree_positions)),
-        blocks=_attention_blocks(queries, slots),
+        blocks=_attention_blocks(runs),
         predict_slot=torch.from_numpy(predict_slot),
         target_ids=torch.from_numpy(target_ids),
         scored_index=torch.from_numpy(scored),
@@ -398,49 +401,33 @@ def _predictions(
     return unique[:, 0].copy(), unique[:, 1].copy(), inverse.reshape(-1)
 
 
-def _attention_blocks(queries: list[tuple[int, int, int]], slots: dict[int, np.ndarray]) -> tuple[AttentionBlock, ...]:
-    """Return blocks of rows of similar shape; row (segment, a, b) holds positions a to b and sees keys 0 to b."""
-    blocks: list[list[tuple[int, int, int]]] = []
-    longest = real = 0
-    for query in sorted(queries, key=lambda q: (q[2] - q[1], q[2])):
-        length, keys = query[2] - query[1], query[2]
-        if blocks:
-            padded = (len(blocks[-1]) + 1) * max(length, 1) * max(longest, keys)
-            if padded <= _BLOCK_ELEMENTS and padded <= _PADDING_ALLOWANCE * (real + length * keys):
-                blocks[-1].append(query)
-                longest, real = max(longest, keys), real + length * keys
-                continue
-        blocks.append([query])
-        longest, real = keys, length * keys
-    return tuple(_attention_block(rows, slots) for rows in blocks)
+def _attention_blocks(runs: Sequence[tuple[int, int]]) -> tuple[AttentionBlock, ...]:
+    """Return the blocks of runs of slots, each (positions shared with the run before, own length), in sorted order.
 
-
-def _attention_block(rows: list[tuple[int, int, int]], slots: dict[int, np.ndarray]) -> AttentionBlock:
-    num_queries = max(end - start for _, start, end in rows)
-    num_keys = max(end for _, _, end in rows)
-    query_index = np.empty((len(rows), num_queries), np.int64)
-    key_index = np.empty((len(rows), num_keys), np.int64)
-    starts = np.array([start for _, start, _ in rows])
-    lengths = np.array([end - start for _, start, end in rows])
-    for place, (segment, start, end) in enumerate(rows):
-        path = slots[segment]
-        query_index[place, : end - start] = path[start:end]
-        query_index[place, end - start :] = path[end - 1]
-        key_index[place, :end] = path[:end]
-        key_index[place, end:] = path[end - 1]
-    # A padded query (>= length) sees what the last real one sees, so that its softmax is finite.
-    position = np.minimum(starts[:, None] + np.arange(num_queries), (starts + lengths - 1)[:, None])
-    hidden = np.arange(num_keys) > position[:, :, None]
-    real = np.arange(num_queries) < lengths[:, None]
-    return AttentionBlock(
-        query_index=torch.from_numpy(query_index.reshape(-1)),
-        result_index=torch.from_numpy(np.flatnonzero(real)),
-        slot_index=torch.from_numpy(query_index[real]),
-        key_index=torch.from_numpy(key_index.reshape(-1)),
-        hidden=torch.from_numpy(hidden),
-        num_rows=len(rows),
-        num_open=int(starts.min()) + 1,
-    )
+    Later runs that see the start of a run see less of it the later they come, until one sees nothing. So what they see
+    is a staircase, and every step of it a rectangle: runs that follow each other, and a stretch of the run's slots.
+    """
+    starts = [0, *np.cumsum([length for _, length in runs]).tolist()]
+    triangles, rectangles = [], []
+    for run, (position, length) in enumerate(runs):
+        if not length:
+            continue
+        first = starts[run]
+        triangles.append(AttentionBlock(queries=slice(first, starts[run + 1]), keys=slice(first, starts[run + 1])))
+        steps: list[tuple[int, int]] = []  # keys that are seen, and the slot after the last one that sees as many
+        seen = length
+        for later in range(run + 1, len(runs)):
+            seen = min(seen, runs[later][0] - position)
+            if seen <= 0:
+                break
+            if steps and steps[-1][0] == seen:
+                steps.pop()
+            steps.append((seen, starts[later + 1]))
+        for (seen, end), (less, _) in pairwise([*steps, (0, 0)]):
+            if end > starts[run + 1]:
+                queries, keys = slice(starts[run + 1], end), slice(first + less, first + seen)
+                rectangles.append(AttentionBlock(queries=queries, keys=keys))
+    return (*triangles, *rectangles)
 
 
 def unpack(microbatch: Microbatch, predicted: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,13 @@ from synthetic_groups import random_groups
 from tiny_model import build_tiny_model
 
 from asyncrl.learner import norm
-from asyncrl.learner.attention import tree_attention
+from asyncrl.learner.attention import cut, tree_attention
 from asyncrl.learner.credit import select
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.learner.model import load_model
 from asyncrl.learner.products import bfloat16_products, has_fast_bfloat16
 from asyncrl.learner.settings import LearnerSettings
-from asyncrl.packing import Microbatch, split
+from asyncrl.packing import AttentionBlock, Microbatch, split
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -92,33 +92,46 @@ def test_what_a_likely_target_still_pulls_is_not_lost_to_rounding(with_entropy: 
     assert (hidden.grad - exact.grad).norm() < 0.05 * exact.grad.norm()
 
 
-def microbatch() -> Microbatch:
+def microbatch(share: bool) -> Microbatch:
     batch = select(random_groups(3, num_groups=2, prompt_tokens=150), LearnerSettings()).batch
-    return split(batch, max_tokens=1000)[0]
+    return split(batch, max_tokens=1000, share_prefixes=share)[0]
 
 
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Microbatch, scaling: float
 ) -> torch.Tensor:
-    """softmax(q k^T scaling) v over each slot's own past, from the blocks' indices, with whole scores."""
+    """softmax(q k^T scaling) v over each slot's own past, from the blocks, with whole scores."""
     slots = q.shape[2]
     sees = torch.zeros(slots, slots, dtype=torch.bool)
     for block in where.blocks:
-        _, queries, keys = block.hidden.shape
-        for place, slot in zip(block.result_index.tolist(), block.slot_index.tolist(), strict=True):
-            row, query = divmod(place, queries)
-            sees[slot, block.key_index.view(-1, keys)[row][~block.hidden[row, query]]] = True
+        there = torch.ones_like(sees[block.queries, block.keys])
+        sees[block.queries, block.keys] = there.tril() if block.is_causal else there
     heads = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
     scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~sees, float("-inf"))
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 
 
+def test_the_tiles_of_long_blocks_hold_every_pair_of_query_and_key_once_and_stay_small() -> None:
+    for queries, keys in ((5000, 5000), (893, 2500), (4000, 3)):
+        at = slice(7, 7 + queries)
+        block = AttentionBlock(queries=at, keys=at if queries == keys else slice(0, keys))
+        tiles = cut([block])
+        assert [slot for tile in tiles for slot in range(7 + queries)[tile.queries]] == list(range(7, 7 + queries))
+        for tile in tiles:
+            assert tile.num_scores <= 200_000
+            assert tile.keys == (slice(7, tile.queries.stop) if block.is_causal else block.keys)
+
+
+@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("scaling", [0.125, 0.3])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.006)])
-def test_attention_is_the_dense_one_whatever_the_scale(dtype: torch.dtype, tolerance: float, scaling: float) -> None:
-    """In bfloat16 the tolerance, on the norm of all entries, is 1.5 times the rounding of the results themselves."""
-    where = microbatch()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.008)])
+def test_attention_is_the_dense_one_whatever_the_scale(
+    dtype: torch.dtype, tolerance: float, scaling: float, share: bool
+) -> None:
+    """In bfloat16 the tolerance, on the norm of all entries, is 1.5 times what was seen."""
+    where = microbatch(share)
+    assert any(not block.is_causal for block in where.blocks) == share
     given = [random(1, heads, where.num_slots, 16, seed=heads, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     result, _ = tree_attention(torch.nn.Module(), *given, None, scaling=scaling, blocks=where.blocks)

@@ -32,15 +32,11 @@ def random_batch(seed: int, **options: int) -> Batch:
 
 
 def visible(microbatch: Microbatch) -> torch.Tensor:
-    """[N, N] bool; how often each slot's query sees each slot's key, from the attention blocks."""
+    """[N, N]; how often each slot's query sees each slot's key, from the attention blocks."""
     seen = torch.zeros(microbatch.num_slots, microbatch.num_slots, dtype=torch.int64)
     for block in microbatch.blocks:
-        _, queries, keys = block.hidden.shape
-        slots = block.key_index.view(-1, keys)
-        for place, slot in zip(block.result_index.tolist(), block.slot_index.tolist(), strict=True):
-            row, query = divmod(place, queries)
-            assert block.query_index[place] == slot
-            seen[slot].index_add_(0, slots[row], (~block.hidden[row, query]).long())
+        there = torch.ones_like(seen[block.queries, block.keys])
+        seen[block.queries, block.keys] += there.tril() if block.is_causal else there
     return seen
 
 
@@ -96,6 +92,11 @@ def test_every_token_sees_exactly_its_own_past(seed: int, share: bool) -> None:
         assert seen.max() == 1
         tokens, positions = microbatch.tree_token_ids, microbatch.tree_position_ids
         assert seen.sum(1).tolist() == (positions + 1).tolist()
+        runs = [block for block in microbatch.blocks if block.is_causal]
+        assert [slot for run in runs for slot in range(run.queries.start, run.queries.stop)] == list(range(len(seen)))
+        for run in runs:  # each rectangle is seen by whole runs
+            others = [block for block in microbatch.blocks if not block.is_causal and block.covers(run)]
+            assert sum(block.num_keys for block in others) == positions[run.queries.start]
         paths = {
             tuple(tokens[seen[slot].bool()][positions[seen[slot].bool()].argsort()].tolist())
             for slot in range(microbatch.num_slots)
@@ -107,12 +108,15 @@ def test_every_token_sees_exactly_its_own_past(seed: int, share: bool) -> None:
         assert paths == wanted
 
 
-def test_open_keys_are_those_that_every_query_of_a_block_sees() -> None:
-    for microbatch in split(random_batch(3, num_groups=3, prompt_tokens=140), max_tokens=10_000):
-        for block in microbatch.blocks:
-            seen_by_all = (~block.hidden).all(0).all(0)
-            assert seen_by_all[: block.num_open].all()
-            assert block.num_open == int(seen_by_all.sum())
+def test_a_prompt_that_many_share_is_one_block_and_so_is_each_further_step() -> None:
+    prompt = list(range(20, 30))
+    answers = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [2], [3, 4], [3, 4]]
+    segments = [make_segment(prompt, [(answer, [])]) for answer in answers]
+    (microbatch,) = split(batch_of(segments), max_tokens=100)
+    blocks = [(b.queries.start, b.queries.stop, b.keys.start, b.keys.stop) for b in microbatch.blocks]
+    triangles = [(0, 13, 0, 13), (13, 14, 13, 14), (14, 16, 14, 16), (16, 17, 16, 17), (17, 19, 17, 19)]
+    # Token 2 after token 1 is seen once, token 1 by two answers, the prompt by all.
+    assert blocks == [*triangles, (13, 14, 11, 12), (13, 16, 10, 11), (13, 19, 0, 10)]
 
 
 @pytest.mark.parametrize("observations", [True, False])

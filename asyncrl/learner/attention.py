@@ -1,31 +1,39 @@
 """Attention over a microbatch's token tree, as transformers' attention interface calls it.
 
-Legend: `N` slots, `R` rows of a block, `L` queries of a row, `K` keys of a row, `H` query heads, `J` key heads, `D` the
-width of a head.
+Legend: `N` slots, `H` query heads, `J` key heads, `G` = H / J, `D` the width of a head, `L` queries and
+`K` keys of a tile.
 
-On a CPU, each block is three batched matrix products around a softmax, in float32 whatever the model's dtype. The
-scores are computed again in the backward pass instead of being kept. Where the CPU multiplies bfloat16 in tiles, a
-bfloat16 model's products do so too (`asyncrl.learner.products`). Queries, keys, values and the incoming gradient lose
-nothing by it; the softmax's weights and the gradients of the scores are rounded, as flash kernels round them. On text,
-with 135M parameters: log-probs lie 0.0247 nats from those of a float32 model on average (0.0246 with float32 products),
-the gradient 3.9% of its norm (3.7%).
-On a GPU, flash-attn's variable-length kernel takes the same rows; that path has not been tried.
+The blocks are walked in tiles, as flash attention does (arXiv:2307.08691). A tile is a few batched matrix products; the
+query heads of one key head share a matrix. A slot whose keys lie in several tiles gets a result and a log-sum-exp from
+each, which are averaged by their shares. The backward pass computes the weights again from the whole log-sum-exp.
+
+In a bfloat16 model the forward pass has scores and softmax in float32; the weights are rounded to bfloat16. The
+backward pass has bfloat16 products, twice as fast, that give the logarithm of a weight and the gradient of a score less
+the row's mean: what the two are made of is rounded once, at the size of the small result and not of the large terms. On
+text, with 135M parameters: log-probs lie 0.0253 nats from those of a float32 model on average (0.0259 with float32
+products throughout), the gradient 4.8% of its norm (4.6%).
+On a GPU, flash-attn's variable-length kernel takes each run of slots with all its keys; that path has not been tried.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface
 
-from asyncrl.learner.products import bfloat16_products
+from asyncrl.learner.products import bfloat16_products, with_columns
 from asyncrl.packing import AttentionBlock
 
 NAME = "asyncrl_tree"
 """What the model's configuration calls this attention."""
+
+_TILE_QUERIES = 128  # at most, of a triangle; more waste the part above the diagonal, fewer repeat what a tile costs
+_TILE_SCORES = 1 << 17  # at most, of a head: with 9 heads 2.3 MiB in bfloat16, what two cores cache close by
+_LEAST_QUERIES = 32  # below that many, products lose more than the cache gives
 
 
 def register() -> None:
@@ -50,57 +58,124 @@ def tree_attention(
     """
     assert attention_mask is None
     assert query.shape[0] == 1
-    heads = query.shape[1] // key.shape[1]
-    q = query[0].transpose(0, 1).reshape(query.shape[2], key.shape[1], heads, -1)  # [N, J, H / J, D], a view
-    k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if q.is_cuda and importlib.util.find_spec("flash_attn") is not None:
-        return _flash_attention(q, k, v, blocks, scaling).unsqueeze(0), None
-    result: torch.Tensor = _TreeAttention.apply(q, k, v, blocks, scaling)  # type: ignore[no-untyped-call]
-    return result.flatten(1, 2).unsqueeze(0), None
+    if query.is_cuda and importlib.util.find_spec("flash_attn") is not None:
+        return _variable_length_attention(query, key, value, blocks, scaling), None
+    result: torch.Tensor = _TreeAttention.apply(query, key, value, blocks, scaling)  # type: ignore[no-untyped-call]
+    return result.transpose(1, 2), None
 
 
 class _TreeAttention(torch.autograd.Function):
-    """q [N, J, H / J, D], k and v [N, J, D] to [N, J, H / J, D]."""
+    """q [1, H, N, D], k and v [1, J, N, D] to [1, H, N, D], whose memory is in the order of [1, N, H, D]."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: tuple[AttentionBlock, ...], scale: float
     ) -> torch.Tensor:
-        wide_q, wide_k, wide_v = (_by_head(tensor) for tensor in (q, k, v))
+        q_J, k_J, v_J = _by_key_head(q, len(k[0])).to(_wide(q.dtype)), k[0].to(_wide(q.dtype)), v[0].contiguous()
         before, after = _scales(scale)
-        wide_q.mul_(before)
-        wide_result = torch.empty_like(wide_q)
-        with bfloat16_products(q.dtype):
-            for block in blocks:
-                rows = _Rows(block, k)
-                weights = _weights(rows.queries(wide_q), rows.keys(wide_k), block, after)
-                rows.put_queries(wide_result, torch.bmm(weights, rows.keys(wide_v)))
-        ctx.save_for_backward(q, k, v)
+        q_J = q_J * before
+        result = q.new_empty(q.shape[2], *q_J.shape[:2], q.shape[3], dtype=_sum_dtype(q, blocks)).permute(1, 2, 0, 3)
+        total = q_J.new_empty(q_J.shape[:3])  # log of the sum of exp(score)
+        tiles = cut(blocks)
+        raw, soft, rounded = (_Space(tiles, q_J.shape, dtype, q.device) for dtype in (q_J.dtype, q_J.dtype, q.dtype))
+        for tile in tiles:
+            queries, keys = tile.queries, tile.keys
+            with bfloat16_products(q.dtype):
+                scores = torch.bmm(_rows(q_J, queries), k_J[:, keys].transpose(1, 2), out=raw.of(tile))
+            if after != 1.0:
+                scores.mul_(after)
+            if tile.is_causal:
+                _hide(scores, tile)
+            weights = torch.softmax(scores, -1, out=soft.of(tile))
+            # The largest weight is that of the largest score, and their logarithms differ by the log-sum-exp.
+            part_total = _of_rows(scores.amax(-1) - weights.amax(-1).log(), tile)
+            part = _of_rows(torch.bmm(rounded.of(tile).copy_(weights), v_J[:, keys]), tile)
+            if tile.is_causal:  # nothing came before
+                result[:, :, queries], total[:, :, queries] = part, part_total
+                continue
+            both = torch.logaddexp(total[:, :, queries], part_total)
+            result[:, :, queries] *= torch.exp(total[:, :, queries] - both).unsqueeze(3)
+            result[:, :, queries] += part * torch.exp(part_total - both).unsqueeze(3)
+            total[:, :, queries] = both
+        whole = result.to(q.dtype).flatten(0, 1).unsqueeze(0)
+        ctx.save_for_backward(q, k, v, whole, total)
         ctx.blocks, ctx.scale = blocks, scale
-        return _by_slot(wide_result, q)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, v = ctx.saved_tensors
-        wide_q, wide_k, wide_v, wide_grad = (_by_head(tensor) for tensor in (q, k, v, grad))
+        """With p = exp(score - total): dv = p^T g, ds = p (g v^T - mean), mean = sum of g * result, dq = ds k scale."""
+        q, k, v, result, total = ctx.saved_tensors
         before, after = _scales(ctx.scale)
-        wide_q.mul_(before)
-        grad_q, grad_k, grad_v = torch.empty_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-        with bfloat16_products(q.dtype):
-            for block in ctx.blocks:
-                rows = _Rows(block, k)
-                block_q, block_k = rows.queries(wide_q), rows.keys(wide_k)
-                weights = _weights(block_q, block_k, block, after)
-                # Padded queries must send nothing back: their rows of the incoming gradient are zero.
-                block_grad = rows.real_queries(wide_grad)
-                rows.add_keys(grad_v, torch.bmm(weights.transpose(1, 2), block_grad))
-                grad_weights = torch.bmm(block_grad, rows.keys(wide_v).transpose(1, 2))
-                grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-                rows.put_queries(grad_q, torch.bmm(grad_scores, block_k))
-                rows.add_keys(grad_k, torch.bmm(grad_scores.transpose(1, 2), block_q))
+        k_J, v_J = k[0].contiguous(), v[0].contiguous()
+        q_J, grad_J = _by_key_head(q, len(k_J)) * before, _by_key_head(grad, len(k_J))
+        mean = (grad_J.to(total.dtype) * _by_key_head(result, len(k_J))).sum(3)
+        shifted_q, shifted_grad = with_columns(q_J, total / -after), with_columns(grad_J, -mean)
+        shifted_k, shifted_v = with_columns(k_J, None), with_columns(v_J, None)
+        grad_q = torch.zeros_like(q_J, dtype=_sum_dtype(q, ctx.blocks))
+        grad_k, grad_v = torch.zeros_like(k_J, dtype=total.dtype), torch.zeros_like(v_J, dtype=total.dtype)
+        tiles = cut(ctx.blocks)
+        spaces = [_Space(tiles, q_J.shape, q.dtype, q.device) for _ in range(2)]
+        for tile in tiles:
+            queries, keys = tile.queries, tile.keys
+            weights, grad_scores = (space.of(tile) for space in spaces)
+            torch.bmm(_rows(shifted_q, queries), shifted_k[:, keys].transpose(1, 2), out=weights)  # their logarithms
+            if after != 1.0:
+                weights.mul_(after)
+            if tile.is_causal:
+                _hide(weights, tile)
+            weights.exp_()
+            rows_grad = _rows(grad_J, queries)
+            grad_v[:, keys] += torch.bmm(weights.transpose(1, 2), rows_grad)
+            torch.bmm(_rows(shifted_grad, queries), shifted_v[:, keys].transpose(1, 2), out=grad_scores).mul_(weights)
+            grad_k[:, keys] += torch.bmm(grad_scores.transpose(1, 2), _rows(q_J, queries))
+            grad_q[:, :, queries] += _of_rows(torch.bmm(grad_scores, k_J[:, keys]), tile)
         grad_q.mul_(before * after)
         grad_k.mul_(after)
-        return _by_slot(grad_q, q), _by_slot(grad_k, k), _by_slot(grad_v, v), None, None
+        dtype = q.dtype
+        return grad_q.to(dtype).view(q.shape), grad_k.to(dtype).unsqueeze(0), grad_v.to(dtype).unsqueeze(0), None, None
+
+
+class Tile(NamedTuple):
+    """Queries and keys of one step; in a causal one the last keys are the queries themselves."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+    @property
+    def num_scores(self) -> int:
+        """Of one head."""
+        return int((self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start))
+
+
+class _Space:
+    """Memory for the scores of one tile after the other: new memory for each would be cleared by the system first."""
+
+    def __init__(self, tiles: Sequence[Tile], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._matrices, self._heads = shape[:2]
+        size = self._matrices * self._heads * max(tile.num_scores for tile in tiles)
+        self._flat = torch.empty(size, dtype=dtype, device=device)
+
+    def of(self, tile: Tile) -> torch.Tensor:
+        """[J, G * L, K], of the same memory for each tile."""
+        size = self._matrices * self._heads * tile.num_scores
+        return self._flat[:size].view(self._matrices, -1, tile.keys.stop - tile.keys.start)
+
+
+def cut(blocks: Sequence[AttentionBlock]) -> list[Tile]:
+    """Return tiles that cover the blocks. Where a run of slots is cut depends on nothing outside of it."""
+    tiles = []
+    for block in blocks:
+        keys, first = block.keys, block.queries.start
+        while first < block.queries.stop:
+            if block.is_causal:
+                keys = slice(block.keys.start, min(first + _TILE_QUERIES, block.queries.stop))
+            last = first + max(_LEAST_QUERIES, _TILE_SCORES // (keys.stop - keys.start))
+            queries = slice(first, min(last, keys.stop if block.is_causal else block.queries.stop))
+            tiles.append(Tile(queries, slice(keys.start, queries.stop) if block.is_causal else keys, block.is_causal))
+            first = queries.stop
+    return tiles
 
 
 def _scales(scale: float) -> tuple[float, float]:
@@ -111,93 +186,63 @@ def _scales(scale: float) -> tuple[float, float]:
     return (scale, 1.0) if math.frexp(scale)[0] == 0.5 else (1.0, scale)
 
 
-def _by_head(tensor: torch.Tensor) -> torch.Tensor:
-    """[N, J, ...] to [J * N, rest] in float32 (or float64): a key head's slots lie together."""
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    slots, heads = tensor.shape[:2]
-    return tensor.transpose(0, 1).to(wide, copy=True, memory_format=torch.contiguous_format).view(heads * slots, -1)
+def _by_key_head(tensor: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """[1, H, N, D] to [J, G, N, D]."""
+    split: torch.Tensor = tensor[0].unflatten(0, (num_key_heads, -1))
+    return split
 
 
-def _by_slot(wide: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[J * N, rest] to the shape and dtype of `like` [N, J, ...]."""
-    slots, heads = like.shape[:2]
-    return wide.to(like.dtype).view(heads, slots, *like.shape[2:]).transpose(0, 1).contiguous()
+def _rows(tensor: torch.Tensor, queries: slice) -> torch.Tensor:
+    """[J, G, N, D] to [J, G * L, D]."""
+    return tensor[:, :, queries].flatten(1, 2)
 
 
-class _Rows:
-    """Where the queries and keys of a block lie in arrays of [J * N, width]."""
-
-    def __init__(self, block: AttentionBlock, k: torch.Tensor) -> None:
-        num_slots, num_heads, self._width = k.shape
-        self._num_matrices = num_heads * block.num_rows
-        heads = torch.arange(num_heads, device=k.device).unsqueeze(1)
-        self._queries = (heads * num_slots + block.query_index).view(-1)
-        self._keys = (heads * num_slots + block.key_index).view(-1)
-        self._real_slots = (heads * num_slots + block.slot_index).view(-1)
-        self._real_places = (heads * len(block.query_index) + block.result_index).view(-1)
-        self._padded = len(block.result_index) < len(block.query_index)
-
-    def queries(self, wide: torch.Tensor) -> torch.Tensor:
-        """[J * N, (H / J) * D] to [J * R, L * (H / J), D]: the query heads of one key head share a matrix."""
-        return wide.index_select(0, self._queries).view(self._num_matrices, -1, self._width)
-
-    def real_queries(self, wide: torch.Tensor) -> torch.Tensor:
-        """The same, with 0 for padded queries."""
-        if not self._padded:
-            return self.queries(wide)
-        rows = wide.new_zeros(len(self._queries), wide.shape[1])
-        rows.index_copy_(0, self._real_places, wide.index_select(0, self._real_slots))
-        return rows.view(self._num_matrices, -1, self._width)
-
-    def keys(self, wide: torch.Tensor) -> torch.Tensor:
-        """[J * N, D] to [J * R, K, D]."""
-        return wide.index_select(0, self._keys).view(self._num_matrices, -1, self._width)
-
-    def put_queries(self, wide: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write [J * R, L * (H / J), D] where its real queries lie in [J * N, (H / J) * D]."""
-        flat = rows.view(-1, wide.shape[1])
-        wide.index_copy_(0, self._real_slots, flat.index_select(0, self._real_places) if self._padded else flat)
-
-    def add_keys(self, wide: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add [J * R, K, D] where its keys lie in [J * N, D] (padded ones are exactly zero)."""
-        wide.index_add_(0, self._keys, rows.view(-1, self._width))
+def _of_rows(rows: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """[J, G * L, ...] to [J, G, L, ...]."""
+    split: torch.Tensor = rows.unflatten(1, (-1, tile.queries.stop - tile.queries.start))
+    return split
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, block: AttentionBlock, scale: float) -> torch.Tensor:
-    """[J * R, L * (H / J), K] softmax over the visible keys."""
-    scores = torch.bmm(q, k.transpose(1, 2))
-    if scale != 1.0:
-        scores.mul_(scale)
-    hidden = block.hidden[..., block.num_open :]
+def _hide(scores: torch.Tensor, tile: Tile) -> None:
+    """Make -inf what lies ahead, in the scores [J, G * L, K] of a causal tile."""
+    count = tile.queries.stop - tile.queries.start
     # Adding is several times faster than filling in by a mask that is broadcast.
-    bias = torch.zeros(hidden.shape, dtype=scores.dtype, device=scores.device).masked_fill_(hidden, float("-inf"))
-    rows, queries, keys = block.hidden.shape
-    scores.view(-1, rows, queries, scores.shape[1] // queries, keys)[..., block.num_open :].add_(bias.unsqueeze(2))
-    return torch.softmax(scores, -1)
+    ahead = torch.full((count, count), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
+    _of_rows(scores, tile)[..., scores.shape[2] - count :].add_(ahead)
 
 
-def _flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: tuple[AttentionBlock, ...], scale: float
+def _sum_dtype(q: torch.Tensor, blocks: Sequence[AttentionBlock]) -> torch.dtype:
+    """Return the dtype to add up blocks in: each slot is in one triangle, so without rectangles nothing is added."""
+    return q.dtype if all(block.is_causal for block in blocks) else _wide(q.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _variable_length_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[AttentionBlock], scale: float
 ) -> torch.Tensor:
-    """The same by flash-attn: each row is one variable-length sequence, causal from its last key. Not tried."""
+    """The same by flash-attn: each run of slots is a variable-length sequence, causal from its last key. Not tried."""
     from flash_attn import flash_attn_varlen_func
 
-    result = torch.empty(len(q), q.shape[1] * q.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
-    for block in blocks:
-        num_queries, num_keys = block.hidden.shape[1:]
-        visible = (~block.hidden).sum(-1).amax(-1)  # keys of each row
-        real = torch.bincount(block.result_index // num_queries, minlength=block.num_rows)
-        keys = block.key_index.view(-1, num_keys)[torch.arange(num_keys, device=q.device) < visible[:, None]]
-        edges = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (real, visible)]
-        rows = flash_attn_varlen_func(
-            q[block.slot_index].flatten(1, 2),
-            k[keys],
-            v[keys],
-            *edges,
-            num_queries,
-            num_keys,
-            softmax_scale=scale,
-            causal=True,
-        )
-        result = result.index_put((block.slot_index,), rows)
-    return result
+    runs = [block for block in blocks if block.is_causal]
+    keys = [
+        [other.keys for other in blocks if not other.is_causal and other.covers(run)] + [run.keys]  # its own come last
+        for run in runs
+    ]
+    slots = torch.arange(query.shape[2], device=query.device)
+    index = torch.cat([slots[part] for parts in keys for part in parts])
+    lengths = [[run.num_queries for run in runs], [sum(part.stop - part.start for part in parts) for parts in keys]]
+    edges = [torch.tensor([0, *n], device=query.device).cumsum(0).int() for n in lengths]
+    result: torch.Tensor = flash_attn_varlen_func(
+        query[0].transpose(0, 1)[torch.cat([slots[run.queries] for run in runs])],
+        key[0].transpose(0, 1)[index],
+        value[0].transpose(0, 1)[index],
+        *edges,
+        max(lengths[0]),
+        max(lengths[1]),
+        softmax_scale=scale,
+        causal=True,
+    )
+    return result.unsqueeze(0)

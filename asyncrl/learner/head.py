@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.learner.products import bfloat16_products
+from asyncrl.learner.products import bfloat16_products, with_columns
 
 _TILE_ROWS = 1024
 _TILE_WORDS = 1024  # 1024 x 1024 float32 is 4 MiB: the passes over a tile run in the second-level caches of two cores
@@ -94,11 +94,11 @@ class _Head(torch.autograd.Function):
         bonus = None if grad_entropy is None else grad_entropy.to(wide) / ctx.temperature
         factor = -(grad if bonus is None else torch.ones_like(grad)).unsqueeze(1)
         factored = (hidden * factor).to(hidden.dtype)
-        shifted = _with_columns(hidden, log_total * -ctx.temperature)
+        shifted = with_columns(hidden, log_total * -ctx.temperature)
         grad_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
         grad_weight = torch.empty_like(weight)
         for words in _tiles(len(weight), _BACKWARD_TILE):
-            words_V = _with_columns(weight[words], None)
+            words_V = with_columns(weight[words], None)
             grad_words = torch.zeros(weight[words].shape, dtype=wide, device=weight.device)
             for rows in _tiles(len(hidden), _BACKWARD_TILE):
                 tile = torch.nn.functional.linear(shifted[rows], words_V)  # log p
@@ -119,20 +119,6 @@ class _Head(torch.autograd.Function):
                 grad_words += tile.T @ factored[rows]
             grad_weight[words] = grad_words
         return grad_hidden.mul_(factor).to(hidden.dtype), grad_weight, None, None, None
-
-
-def _with_columns(matrix: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-    """[N, C + 2] of the matrix's dtype; a product of two such adds `added` [N] to each row (None: the other operand).
-
-    So the addition comes before the product's one rounding. Two bfloat16 numbers hold the addend with 16 bits, an error
-    below that of the rounding.
-    """
-    if added is None:
-        high = low = matrix.new_ones(len(matrix))
-    else:
-        high = added.to(matrix.dtype)
-        low = (added - high).to(matrix.dtype)
-    return torch.cat([matrix, high.unsqueeze(1), low.unsqueeze(1)], 1)
 
 
 def _tiles(count: int, size: int) -> list[slice]:

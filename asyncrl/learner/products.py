@@ -39,5 +39,19 @@ def bfloat16_products(model_dtype: torch.dtype) -> Iterator[None]:
         settings.fp32_precision = before
 
 
+def with_columns(matrix: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    """[..., C + 2] of a matrix [..., C]; a product of two such adds `added` [...] to each row (None: the other one).
+
+    So the addition comes before the product's one rounding. Two bfloat16 numbers hold the addend with 16 bits, an error
+    below that of the rounding.
+    """
+    if added is None:
+        high = low = matrix.new_ones(matrix.shape[:-1])
+    else:
+        high = added.to(matrix.dtype)
+        low = (added - high).to(matrix.dtype)
+    return torch.cat([matrix, high.unsqueeze(-1), low.unsqueeze(-1)], -1)
+
+
 def _has_fast_float32() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
