@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +130,16 @@ class Command:
         return sum(stream.total for stream in self.outputs)
 
 
+def let_in(box: Box) -> None:
+    """Give the sandbox's user its working directory back, which an agent may have closed to itself.
+
+    No command could start there, and what an agent does must not look like a sandbox that failed.
+    """
+    mode = stat.S_IMODE(os.fstat(box.directory).st_mode)
+    if mode & stat.S_IRWXU != stat.S_IRWXU:
+        os.fchmod(box.directory, mode | stat.S_IRWXU)
+
+
 def exit_code(command: Command, stderr: bytes) -> int | None:
     """Return the command's exit code, -N for signal N; None where it never started.
 
@@ -139,6 +150,8 @@ def exit_code(command: Command, stderr: bytes) -> int | None:
         return as_signal(code)
     if stderr.startswith(b"bwrap: execvp "):
         return NOT_FOUND  # nothing has run, so nobody else has written this
+    if stderr.startswith(b"bwrap: Can't chdir to "):
+        return NOT_EXECUTABLE  # what runs on in the background has closed the directory again, after `let_in`
     return NOT_EXECUTABLE if command.exit_status == NOT_EXECUTABLE << 8 else None
 
 

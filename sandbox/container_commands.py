@@ -16,7 +16,7 @@ import trio
 from asyncrl.errors import SandboxError
 from asyncrl.protocols import ExecResult, Outcome
 from asyncrl.sandbox import cgroups
-from asyncrl.sandbox.commands import Box, Stream, as_signal, outcome
+from asyncrl.sandbox.commands import Box, Stream, as_signal, let_in, outcome
 from asyncrl.sandbox.engine import Engine
 from asyncrl.sandbox.results import cannot_run
 
@@ -129,6 +129,7 @@ async def run_command(holder: Holder, box: Box, argv: Sequence[str], stdin: byte
     mark = secrets.token_hex(16).encode()
     outputs = Stream(caps["kept_output_bytes"]), Stream(caps["kept_output_bytes"])
     words = holder.engine.command("exec", "--interactive", holder.name, "/bin/sh", "-c", _STARTED, mark.decode())
+    let_in(box)
     try:
         process = await _open([*words, *argv])
     except OSError as error:
@@ -210,6 +211,7 @@ async def run_in_shell(holder: Holder, box: Box, text: str, caps: dict[str, Any]
     before = holder.counters()
     if holder.shell is None:
         words = holder.engine.command("exec", "--interactive", holder.name, "/bin/sh", "-c", _SHELL)
+        let_in(box)
         try:
             holder.shell = await _open(words)
         except OSError as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.sandbox import kernel, profile
-from asyncrl.sandbox.commands import NOT_EXECUTABLE, Box
+from asyncrl.sandbox.commands import NOT_EXECUTABLE, Box, let_in
 
 _FAILED = 125
 REPORT = 9
@@ -56,6 +56,7 @@ def spawn(
     stage: profile.Stage, box: Box, argv: Sequence[str], *, has_input: bool, seccomp: bytes, reports: bool = False
 ) -> Spawned:
     """Start a command in a sandbox. Raises OSError where no process can be had."""
+    let_in(box)
     status, status_write = _pipe()
     filter_file = _sealed("seccomp", seccomp)  # bubblewrap uses one up at each start
     options = profile.arguments(stage, box.path, box.work, box.binds, filter_file, status_write)

@@ -11,11 +11,11 @@ import pytest
 from sandboxes import LIMITS, with_backend
 
 from asyncrl.coding.grading import Grader
-from asyncrl.coding.places import apply_reference, begin_step, open_place, prepare_files
+from asyncrl.coding.places import NoRoomFault, apply_reference, begin_step, open_place, prepare_files
 from asyncrl.coding.tasks import CallChecks, Checks, CodingTask, PytestChecks, Reference, ScriptChecks, TaskStep
 from asyncrl.coding.verdicts import Verdict
 from asyncrl.errors import EnvironmentFault
-from asyncrl.protocols import SandboxBackend
+from asyncrl.protocols import Outcome, SandboxBackend
 from asyncrl.sandbox import Call
 
 pytestmark = pytest.mark.slow
@@ -180,14 +180,44 @@ def test_a_repository_that_is_wanted_has_one_commit_of_the_files_and_no_name_of_
 
 
 def test_what_does_not_fit_into_the_judges_sandbox_is_the_agents_doing(tmp_path: Path) -> None:
-    small = replace(SCRIPT, limits=replace(LIMITS, disk_bytes=2**20))
+    small = replace(SCRIPT, limits=replace(LIMITS, max_files=8))
+    deep = "/logs/agent/" + "/".join(map(str, range(60)))
 
     async def use(backend: SandboxBackend) -> Verdict:
         task = replace(a_task(small), places=("/logs/agent",))
         async with Grader(backend) as grader, await open_place(backend, task) as sandbox:
-            await sandbox.shell("head -c 3000000 /dev/zero > /logs/agent/large")
+            await sandbox.shell(f"mkdir -p {deep}; touch {deep}/x")
             return await grader.grade(task, task.steps[0], sandbox)
 
     verdict = with_backend(use, tmp_path)
     assert (verdict.reward, verdict.solved) == (0.0, False)
-    assert list(verdict.refused) == ["/logs/agent/large"]
+    assert list(verdict.refused) == [f"{deep}/x"]
+
+
+@pytest.mark.parametrize("submitted", [None, ("double.py", "/logs/agent")])
+@pytest.mark.parametrize("place", ["/task", "/logs/agent"])
+def test_an_agent_that_fills_its_disk_does_not_keep_its_judge_from_writing(
+    place: str, submitted: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    many = f"for n in $(seq 40); do head -c 300000 /dev/zero > {place}/fill$n; done 2>/dev/null"
+
+    async def use(backend: SandboxBackend) -> Verdict:
+        task = replace(a_task(replace(SCRIPT, submitted=submitted)), places=("/logs/agent",))
+        async with Grader(backend) as grader, await open_place(backend, task) as sandbox:
+            await sandbox.write("double.py", FIXED)
+            assert (await sandbox.shell(many)).outcome is Outcome.DISK
+            return await grader.grade(task, task.steps[0], sandbox)
+
+    assert with_backend(use, tmp_path).reward == 1.0
+
+
+def test_a_set_up_that_an_agent_made_fail_is_its_own_doing(tmp_path: Path) -> None:
+    step = TaskStep(instruction="More.", checks=CALLS, name="second", setup="mkdir notes")
+
+    async def use(backend: SandboxBackend) -> None:
+        async with await open_place(backend, a_task(CALLS)) as sandbox:
+            await sandbox.shell("touch notes")
+            with pytest.raises(NoRoomFault, match="the set-up of step 'second' failed"):
+                await begin_step(sandbox, a_task(CALLS), step)
+
+    with_backend(use, tmp_path)

@@ -108,10 +108,12 @@ def test_nothing_of_a_killed_owner_is_left(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_be_started_is_no_answer_of_the_agents(tmp_path: Path) -> None:
     holder = Holder(Engine(program=str(tmp_path / "podman"), runtime=""), "box", os.getpid())
     box = Box(name="box", path=str(tmp_path), uid=None, limits={}, work="/task", layer=None, deadline=0.0)
+    box.directory = os.open(tmp_path, os.O_RDONLY)
     caps = check_caps(SandboxLimits(), None, None, None)
     for run in (partial(run_command, argv=["true"], stdin=b""), partial(run_in_shell, text="true")):
         with pytest.raises(SandboxError, match="podman` cannot be run: No such file"):
             trio.run(partial(run, holder, box, caps=caps))
+    os.close(box.directory)
 
 
 def janitor_of(ledger: Path, owner: str) -> subprocess.Popen[bytes]:

@@ -74,6 +74,21 @@ def test_files_stay_between_commands_and_sandboxes_do_not_share_them(backend: st
     with_backend(body, tmp_path, backend=backend)
 
 
+def test_an_agent_that_closes_its_own_directory_is_no_sandbox_that_failed(backend: str, tmp_path: Path) -> None:
+    async def body(sandboxes: SandboxBackend) -> None:
+        async with await sandboxes.open({"file": b"kept"}, limits=LIMITS) as sandbox:
+            await shell(sandbox, "chmod 000 file .")
+            assert (await sandbox.exec(["ls"])).stdout == b"file\n"
+            assert (await sandbox.shell("chmod 000 .; exit 3")).exit_code == 3
+            assert (await sandbox.shell("ls")).stdout == b"file\n"
+            assert await sandbox.read("file") == b"kept"
+            await sandbox.shell("(while :; do chmod 000 /task; done) >/dev/null 2>&1 & sleep 0.1")
+            for _ in range(5):
+                assert (await sandbox.exec(["true"])).outcome is Outcome.OK
+
+    with_backend(body, tmp_path, backend=backend)
+
+
 def test_input_arrives_and_its_end_is_seen(backend: str, tmp_path: Path) -> None:
     async def body(sandboxes: SandboxBackend) -> None:
         async with await sandboxes.open({}, limits=LIMITS) as sandbox:

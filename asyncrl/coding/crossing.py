@@ -5,16 +5,17 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.coding.tasks import CodingTask, ScriptChecks
 from asyncrl.errors import UnsafeFilesError
-from asyncrl.protocols import FileKind, Sandbox, SandboxBackend, Snapshot
+from asyncrl.protocols import FileKind, Sandbox, SandboxBackend, SandboxLimits, Snapshot
 
 _MAX_ENTRIES = 20_000  # looked at in one place; a sandbox with more was filled on purpose
 _MAX_FILE_BYTES = 32 * 2**20
 _MAX_TOTAL_BYTES = 64 * 2**20  # they are held in memory here, for every episode that is being graded
 _MAX_FILES = 4096
+_FILE_OVERHEAD_BYTES = 8192  # of a file and a directory of its own, which take whole pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,15 @@ class Crossing:
     """Absolute path -> content."""
     refused: Mapping[str, str]
     """Path -> why; all of it is the agent's doing."""
+
+    def beside(self, limits: SandboxLimits) -> SandboxLimits:
+        """Return the limits of a judge that finds its own room beside all this, however much an agent left."""
+        num_bytes = self.work.num_bytes + sum(len(data) + _FILE_OVERHEAD_BYTES for data in self.places.values())
+        return replace(
+            limits,
+            disk_bytes=limits.disk_bytes + num_bytes,
+            max_files=limits.max_files + self.work.num_files + 2 * len(self.places),
+        )
 
 
 async def cross(backend: SandboxBackend, task: CodingTask, checks: ScriptChecks, sandbox: Sandbox) -> Crossing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from asyncrl.coding.tasks import CodingTask, Reference, TaskStep
 from asyncrl.errors import EnvironmentFault, SandboxError, UnsafeFilesError
@@ -54,7 +55,7 @@ async def open_place(backend: SandboxBackend, task: CodingTask, files: Snapshot 
 
 
 class NoRoomFault(EnvironmentFault):
-    """A step's files cannot be written: something stands in their place, or the disk is full.
+    """A step cannot begin: something stands in the place of its files, the disk is full, or its set-up fails there.
 
     Before an agent's first turn that is the task's fault; later it is the agent's doing.
     """
@@ -63,7 +64,7 @@ class NoRoomFault(EnvironmentFault):
 async def begin_step(sandbox: Sandbox, task: CodingTask, step: TaskStep) -> None:
     """Write a step's files and run its set-up.
 
-    Raises: SandboxError, NoRoomFault, EnvironmentFault where the set-up fails.
+    Raises: SandboxError, NoRoomFault.
     """
     for path, data in step.files.items():
         try:
@@ -72,7 +73,7 @@ async def begin_step(sandbox: Sandbox, task: CodingTask, step: TaskStep) -> None
             raise NoRoomFault(f"{task.task_id}: {path!r} of step {step.name!r} cannot be written: {error}") from error
     if step.setup:
         result = await sandbox.exec(with_variables(["bash", "-c", step.setup], task.variables))
-        _require_success(result, f"{task.task_id}: the set-up of step {step.name!r}")
+        _require_success(result, f"{task.task_id}: the set-up of step {step.name!r}", NoRoomFault)
 
 
 async def apply_reference(backend: SandboxBackend, task: CodingTask, reference: Reference, sandbox: Sandbox) -> Sandbox:
@@ -90,7 +91,8 @@ async def apply_reference(backend: SandboxBackend, task: CodingTask, reference: 
         await backend.prepare(reference.files, executable=list(reference.files)) as solution,
     ):
         places = {**dict.fromkeys(task.places), _SOLUTION: solution}
-        solved = await backend.open(files, limits=task.limits, work=task.work, places=places)
+        room = replace(task.limits, disk_bytes=task.limits.disk_bytes + files.num_bytes)  # beside what is there already
+        solved = await backend.open(files, limits=room, work=task.work, places=places)
     script = ["bash", f"{_SOLUTION}/{reference.script}"]
     result = await solved.exec(with_variables(script, {**task.variables, **reference.variables}))
     if result.outcome is not Outcome.OK:
@@ -109,9 +111,9 @@ def exported(variables: Mapping[str, str]) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
-def _require_success(result: ExecResult, what: str) -> None:
+def _require_success(result: ExecResult, what: str, kind: type[EnvironmentFault] = EnvironmentFault) -> None:
     if result.outcome is Outcome.INFRASTRUCTURE:
         raise SandboxError(f"{what}: {result.detail}")
     if result.outcome is not Outcome.OK or result.exit_code != 0:
         said = (result.stdout + result.stderr).decode(errors="replace").strip()[-200:]
-        raise EnvironmentFault(f"{what} failed: {result.outcome}, exit code {result.exit_code}; {said}")
+        raise kind(f"{what} failed: {result.outcome}, exit code {result.exit_code}; {said}")
