@@ -80,6 +80,7 @@ TASKS: Mapping[str, CodingTask] = {
         replace(TASK, task_id="last", steps=(TASK.steps[0], SECOND), last_step_counts=True),
         replace(TASK, task_id="hurried", steps=(replace(TASK.steps[0], agent_timeout_s=2.0),)),
         replace(TASK, task_id="hurried-steps", steps=(replace(TASK.steps[0], agent_timeout_s=1e-6), SECOND)),
+        replace(TASK, task_id="hasty", limits=replace(LIMITS, wall_s=0.3)),
         replace(TASK, task_id="slow-checks", steps=(replace(TASK.steps[0], checks=replace(SCRIPT, timeout_s=5000.0)),)),
         replace(TASK, task_id="blocked", steps=(TASK.steps[0], replace(SECOND, files={"notes.txt/x": b""}))),
         replace(TASK, task_id="broken-setup", steps=(replace(TASK.steps[0], setup="exit 3"),)),

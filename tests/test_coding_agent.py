@@ -231,6 +231,17 @@ def test_a_command_in_the_middle_of_which_the_time_is_over_leaves_its_files_to_b
     assert processes_with("987654321") == []
 
 
+def test_a_command_has_the_shorter_of_its_two_limits(renderer: ChatRenderer, tmp_path: Path) -> None:
+    script = [f"{run('sleep 60')}\n{FIX}", SUBMIT]
+    (by_setting,) = play(renderer, tmp_path, script, tool_timeout_s=0.2)
+    (by_task,) = play(renderer, tmp_path, script, task="hasty")
+    assert by_setting.answers[0].startswith("ended after 0.2 s\nwrote")
+    assert by_task.answers[0].startswith("ended after 0.3 s\nwrote")
+    assert "A command may take 0.2 s." in by_setting.text
+    assert "A command may take 0.3 s." in by_task.text
+    assert by_setting.trajectory.reward == 1.0
+
+
 def test_outputs_are_shortened_and_what_floods_is_ended(renderer: ChatRenderer, tmp_path: Path) -> None:
     (played,) = play(
         renderer,

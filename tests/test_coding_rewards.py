@@ -68,6 +68,14 @@ def test_who_tampers_is_paid_nothing_whatever_else_was_done() -> None:
     reward, parts = pay(TWO, [SOLVED, tampered], [UNTOUCHED, UNTOUCHED], CONDUCT, settings)
     assert (reward, parts["solved"], parts["tampered"]) == (0.0, 0.0, 1.0)
     assert {value for name, value in parts.items() if name.startswith("paid_")} == {0.0}
+    reward, parts = pay(LAST, [tampered, SOLVED], [UNTOUCHED, UNTOUCHED], CONDUCT, settings)
+    assert (reward, parts["solved"], parts["tampered"]) == (0.0, 0.0, 1.0)
+
+
+def test_brevity_is_no_merit_of_a_failure() -> None:
+    settings = RewardSettings(partial_weight=0.0, brevity_weight=1.0, length_weight=1.0)
+    assert pay(ONE, [HALF], [UNTOUCHED], CONDUCT, settings)[0] == 0.0
+    assert pay(ONE, [SOLVED], [UNTOUCHED], CONDUCT, settings)[0] == 1 + 0.5 + 0.75
 
 
 def test_several_steps_have_their_mean_or_the_last_ones() -> None:

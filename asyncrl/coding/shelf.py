@@ -43,7 +43,8 @@ class Shelf:
         self._backend = backend
         self._grader = grader
         self._judges_untouched = judges_untouched
-        self._open = trio.CapacityLimiter(max_open)
+        self._max_open = max_open
+        self._open = trio.Semaphore(max_open)  # no limiter: one task may open several
         self._entries: dict[str, _Entry] = {}
         self._untouched: dict[str, tuple[Verdict, ...]] = {}
 
@@ -100,9 +101,9 @@ class Shelf:
 
     def statistics(self) -> Mapping[str, int]:
         """Return how many tasks are laid out, how many places are open, and how many episodes wait for one."""
-        places = self._open.statistics()
         laid_out = sum(entry.files is not None for entry in self._entries.values())
-        return {"tasks": laid_out, "open": places.borrowed_tokens, "waiting": places.tasks_waiting}
+        num_open, num_waiting = self._max_open - self._open.value, self._open.statistics().tasks_waiting
+        return {"tasks": laid_out, "open": num_open, "waiting": num_waiting}
 
     async def aclose(self) -> None:
         """Give up the files of all tasks; no episode may be under way."""

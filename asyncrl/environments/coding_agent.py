@@ -124,13 +124,16 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             episode.notes["work"] = work = Work(
                 task=task,
                 user=user,
-                wall_s=min(self.settings.tool_timeout_s, task.limits.wall_s),
+                wall_s=self._command_s(task),
                 untouched=untouched,
                 began=trio.current_time(),
                 trail=trail,
             )
             episode.extras[BEHAVIOUR] = work.behaviour
             yield
+
+    def _command_s(self, task: CodingTask) -> float:
+        return min(self.settings.tool_timeout_s, task.limits.wall_s)
 
     def _check_times(self, task: CodingTask) -> None:
         """Refuse a task whose judge could be cut short, which would mask what it is the judge of."""
@@ -145,7 +148,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         """Return the prompt: the tools, the limits, the instruction, and what files there are."""
         work = episode.notes.get("work")
         task = work.task if work is not None else self._shelf.task(episode.task.task_id)
-        told = self._told()
+        told = self._told(task)
         user = asked(task, shown_characters=self.settings.shown_file_characters)
         if not self.settings.system:
             return [{"role": "user", "content": f"{told}\n\n{user}"}]
@@ -154,10 +157,10 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             {"role": "user", "content": user},
         ]
 
-    def _told(self) -> str:
+    def _told(self, task: CodingTask) -> str:
         limits = (
             f"You have {self.limits.max_turns} replies and {self.settings.max_tool_calls} calls. A command may take "
-            f"{self.settings.tool_timeout_s:g} s. Of an output of more than {self.settings.output_characters} "
+            f"{self._command_s(task):g} s. Of an output of more than {self.settings.output_characters} "
             "characters only the beginning and the end are shown."
         )
         return limits if self._template_tells else f"{describe_tools(self.settings.calls)}\n{limits}"
