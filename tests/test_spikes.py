@@ -83,19 +83,25 @@ def step(model: Path, published: Path, groups: Sequence[Group], *, version: int 
 # --- the learner's half -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("loss", ["ppo", "importance_sampling"])
 def test_influence_is_ratio_times_advantage_over_the_tokens_where_the_clip_lets_it_pass(
-    model_path: Path, tmp_path: Path
+    model_path: Path, tmp_path: Path, loss: str
 ) -> None:
-    result = step(model_path, tmp_path, random_groups(3, num_groups=6), loss="ppo", microbatch_tokens=64)
+    result = step(model_path, tmp_path, random_groups(3, num_groups=6), loss=loss, microbatch_tokens=64)
     assert result.metrics["num_microbatches"] > 1, "the denominator is the whole batch's"
     num_tokens = result.metrics["num_loss_tokens"]
     clipped = 0
     for row in result.spikes:
         ratio, advantage = row["ratio"], row["advantage"]
-        passes = not ((advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8))
+        clipped_here = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+        passes = loss == "importance_sampling" or not clipped_here
         assert row["influence"] == pytest.approx(passes * abs(ratio * advantage) / num_tokens, rel=1e-4)
         clipped += not passes
-    assert clipped, "a clipped token is among the largest ratios"
+    if loss == "ppo":
+        assert clipped, "a clipped token is among the largest ratios"
+    else:
+        signs = {row["advantage"] > 0 for row in result.spikes if row["influence"]}
+        assert signs == {True, False}, "what is pushed up and what is pushed down"
     by_influence = sorted((r["by"]["influence"], r["influence"]) for r in result.spikes if "influence" in r["by"])
     assert [value for _, value in by_influence] == sorted((value for _, value in by_influence), reverse=True)
     by_ratio = {r["by"]["ratio"]: r["ratio"] for r in result.spikes if "ratio" in r["by"]}

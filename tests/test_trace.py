@@ -18,7 +18,7 @@ from rich.console import Console
 from asyncrl import cli
 from asyncrl.metering import MeteredBackend
 from asyncrl.progress import Progress
-from asyncrl.protocols import ExecResult, Outcome, StepResult
+from asyncrl.protocols import ExecResult, Outcome, StepResult, SyncReport
 from asyncrl.recording import RunRecorder
 from asyncrl.run import Limits
 from asyncrl.run_directory import RunDirectory
@@ -123,6 +123,28 @@ def test_the_newest_events_are_kept_within_the_limit(tmp_path: Path) -> None:
     assert path.stat().st_size + older(path).stat().st_size <= 300_000, "the next start knows how full it is"
     assert write(tmp_path / "none", max_bytes=0) == []
     assert not (tmp_path / "none").exists()
+
+
+def test_a_pull_that_two_calls_waited_for_is_noted_once(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+
+    def reports(*versions: int) -> list[SyncReport]:
+        return [
+            SyncReport(engine=f"engine {n}", version=v, verified=True, num_bytes=1, seconds={}, stall_seconds=0.0)
+            for n, v in enumerate(versions)
+        ]
+
+    async def main() -> None:
+        with Timeline(path, max_bytes=1 << 20) as timeline:
+            timeline.sync(reports(1, 2), trio.current_time())
+            timeline.sync(reports(2, 2), trio.current_time())
+
+    trio.run(main, clock=trio.testing.MockClock())
+    assert [(e[1], e[4]["version"]) for e in read_events(path)[1:]] == [
+        ("engine 0", 1),
+        ("engine 1", 2),
+        ("engine 0", 2),
+    ]
 
 
 def test_nothing_is_watched_where_nothing_is_written(tmp_path: Path) -> None:
