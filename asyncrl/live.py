@@ -17,6 +17,8 @@ from typing import Any
 import jinja2
 import msgspec
 
+from asyncrl.spikes import WORDS, Cause, visible
+
 Application = Callable[[Mapping[str, Any], Any, Any], Awaitable[None]]
 """ASGI."""
 
@@ -43,6 +45,7 @@ _COLUMNS = (
     ("sync s", "sync_seconds", "{:.2f}"),
 )
 _SHOWN_STEPS = 12
+_SHOWN_SPIKES = 5
 _WIDTH, _HEIGHT = 240.0, 56.0  # of a chart, in its own units
 
 
@@ -56,8 +59,11 @@ class LivePage:
         title: str,
         status: Callable[[], Mapping[str, Any]],
         steps: Callable[[], Sequence[Mapping[str, Any]]],
+        spikes: Callable[[], Sequence[Mapping[str, Any]]],
     ) -> None:
-        """`status` returns what status.json holds, `steps` the lines of the last steps, oldest first."""
+        """`status` returns what status.json holds, `steps` the lines of the last steps and `spikes` the token with the
+        largest ratio of each, oldest first.
+        """
         here = Path(__file__).parent / "report"
         environment = jinja2.Environment(
             loader=jinja2.FileSystemLoader(here), autoescape=True, undefined=jinja2.StrictUndefined
@@ -66,6 +72,7 @@ class LivePage:
         self._title = title
         self._status = status
         self._steps = steps
+        self._spikes = spikes
         self._template = environment.get_template("live.html.jinja")
         self._style = (here / "style.css").read_text(encoding="utf-8")
 
@@ -103,6 +110,7 @@ class LivePage:
             evaluations=status["counters"].get("evaluations", []),
             titles=[title for title, _, _ in _COLUMNS],
             rows=rows[::-1],
+            spikes=[_spike(token) for token in sorted(self._spikes(), key=_by_ratio)[:_SHOWN_SPIKES]],
             charts=[chart for title, key in _CHARTS if (chart := _chart(title, [step.get(key) for step in steps]))],
             width=_WIDTH,
             height=_HEIGHT,
@@ -113,6 +121,21 @@ def _figure(value: Any, form: str) -> str:
     if value is None:
         return ""
     return form.format(value) if math.isfinite(value) else "not finite"
+
+
+def _by_ratio(token: Mapping[str, Any]) -> float:
+    return -math.inf if token["ratio"] is None else -float(token["ratio"])
+
+
+def _spike(token: Mapping[str, Any]) -> dict[str, str]:
+    age = token["staleness"]
+    origin = f"{token['environment']}, task {token['task_id']}, trajectory {token['trajectory_id']}"
+    return {
+        "title": f"ratio {_figure(token['ratio'], '{:.3g}') or 'not finite'} at step {token['step']}",
+        "cause": WORDS[Cause(token["cause"])],
+        "origin": f"{age} step{'s' * (age != 1)} old; {origin}",
+        **{part: visible(token[part]) for part in ("before", "text", "after")},
+    }
 
 
 def _chart(title: str, values: Sequence[float | None]) -> dict[str, Any] | None:

@@ -67,11 +67,13 @@ class RunRecorder:
         self._wall_clock = wall_clock
         self._run: Run | None = None
         self._last_steps = deque[Mapping[str, float]](maxlen=_LAST_STEPS)
+        self._last_spikes = deque[Mapping[str, Any]](maxlen=_LAST_STEPS)
         self._generated = (0.0, 0.0)
         self._status_due = 0.0
         for path in (directory.metrics, directory.spikes, directory.tokens, directory.guards):
             _cut_back(path, version)
         self._last_steps.extend(read_metrics(directory)[-_LAST_STEPS:])
+        self._last_spikes.extend(token for line in read_spikes(directory)[-_LAST_STEPS:] for token in _largest(line))
         directory.summary.unlink(missing_ok=True)  # of before a resume: it must not speak for what follows
 
     def watch(self, run: Run) -> None:
@@ -116,8 +118,10 @@ class RunRecorder:
         self._append_metrics(line, phase="rollouts")
         self._last_steps.append(line)
         step = int(record["step"])
+        spikes = spike_line(result, step=step, decode=self._decode_all, sampling=self._sampling)
         with self._directory.spikes.open("ab") as file:
-            file.write(spike_line(result, step=step, decode=self._decode_all, sampling=self._sampling))
+            file.write(spikes)
+        self._last_spikes.extend(_largest(json.loads(spikes)))
         if result.shown:
             with self._directory.tokens.open("ab") as file:
                 file.write(shown_line(result, step=step, decode=self._decode_all))
@@ -186,6 +190,10 @@ class RunRecorder:
     def last_steps(self) -> Sequence[Mapping[str, float]]:
         """Return the lines of the last steps on rollouts, oldest first."""
         return tuple(self._last_steps)
+
+    def last_spikes(self) -> Sequence[Mapping[str, Any]]:
+        """Return each of the last steps' token with the largest ratio, as spikes.jsonl holds it, oldest step first."""
+        return tuple(self._last_spikes)
 
     def finish(self, run: Run, *, wall_seconds: float) -> dict[str, Any]:
         """Write summary.json and return it."""
@@ -263,6 +271,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):  # a power failure leaves zeros; `asyncrl report` counts such lines
             found.append(json.loads(line))
     return found
+
+
+def _largest(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the token with the largest ratio of a line of spikes.jsonl, with its step; none where none was kept."""
+    chosen = [token for token in line.get("tokens", []) if token["by"].get("ratio") == 1]
+    return [{"step": line["step"], **token} for token in chosen]
 
 
 def _cut_back(path: Path, version: PolicyVersion) -> None:

@@ -136,6 +136,16 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
     return found
 
 
+def visible(text: str) -> str:
+    """Return text in which what cannot be seen, or would turn the text around it, is written as an escape.
+
+    Example:
+        >>> visible("a\\x1b[2J b\\n")
+        'a\\\\x1b[2J b\\n'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def _decoded(row: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return the row with text in place of ids, and its numbers in five figures."""
     token = {name: _short(value) for name, value in row.items() if name not in ("before", "after")}

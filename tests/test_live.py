@@ -131,6 +131,35 @@ def test_a_log_file_and_a_dumb_terminal_get_plain_lines_at_once(terminal: str) -
     assert "\x1b" not in out.getvalue()
 
 
+def _spike(step: int) -> dict[str, Any]:
+    return {
+        "by": {"ratio": 1},
+        "ratio": 1.5 * step,
+        "influence": 0.1,
+        "influence_share": 0.01,
+        "policy_logprob": -1.0,
+        "behaviour_logprob": -1.5,
+        "advantage": 1.0,
+        "version": step,
+        "staleness": 1,
+        "begun_under": step,
+        "token_id": 65,
+        "before": [72],
+        "after": [33],
+        "position": 3,
+        "position_in_turn": 1,
+        "segment": 0,
+        "turn": 0,
+        "finish_reason": "stop",
+        "engine": "engine 0",
+        "trajectory_id": f"{step}-0",
+        "task_id": _HOSTILE,
+        "environment": "demo",
+        "status": "completed",
+        "reward": 1.0,
+    }
+
+
 # --- page ----------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +175,8 @@ def _with_page(tmp_path: Path, look_at: Callable[[RunRecorder, str], Any]) -> No
     async def main() -> None:
         recorder.watch(simulation.run)
         for step in (1, 2, 3):
-            recorder.step(_step(step, grad_norm=math.nan), StepResult(version=step, metrics={}))
+            spikes = [_spike(step)]
+            recorder.step(_step(step, grad_norm=math.nan), StepResult(version=step, metrics={}, spikes=spikes))
         simulation.status.trajectories["completed"] = 96
         simulation.status.evaluations.append(
             EvaluationResult(
@@ -161,7 +191,9 @@ def _with_page(tmp_path: Path, look_at: Callable[[RunRecorder, str], Any]) -> No
             )
         )
         metrics = make_asgi_app(CollectorRegistry())
-        page = LivePage(metrics, title="<b>run</b>", status=recorder.status, steps=recorder.last_steps)
+        page = LivePage(
+            metrics, title="<b>run</b>", status=recorder.status, steps=recorder.last_steps, spikes=recorder.last_spikes
+        )
         listener = listen("127.0.0.1", 0, setting="port")
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with trio.open_nursery() as nursery:
@@ -180,6 +212,8 @@ def test_the_page_shows_the_run_and_nothing_that_it_wrote_is_markup(tmp_path: Pa
         for words in ("<td>4</td>", "0.250 solved, 8 episodes", "completed", "not finite", "&lt;b&gt;run&lt;/b&gt;"):
             assert words in page, words
         assert page.index("<td>3</td>") < page.index("<td>1</td>"), "the newest step is on top"
+        assert page.index("ratio 4.5 at step 3") < page.index("ratio 3 at step 2")
+        assert "the weights have moved since it was sampled" in page
         assert page.count("<polyline") == 3, "solved, reward and ratio: a chart of no number is left out"
         assert "<script" not in page
         assert "&lt;script&gt;" in page

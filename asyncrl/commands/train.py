@@ -191,7 +191,13 @@ async def _train(
                 recorder.watch(run)
                 app = _metrics_app(run, parts, directory, beside)
                 if config.metrics.page:
-                    app = LivePage(app, title=directory.path.name, status=recorder.status, steps=recorder.last_steps)
+                    app = LivePage(
+                        app,
+                        title=directory.path.name,
+                        status=recorder.status,
+                        steps=recorder.last_steps,
+                        spikes=recorder.last_spikes,
+                    )
                 await beside.start(serve, app, listener)
                 gc.freeze()  # what is here stays: full collections, which stall the loop, need not walk over it
                 await run.train()

@@ -15,7 +15,7 @@ from asyncrl import __version__
 from asyncrl.report.drawing import COLOURS
 from asyncrl.report.figures import learned, off_policy, timing
 from asyncrl.report.reading import RunData
-from asyncrl.spikes import WORDS, Cause
+from asyncrl.spikes import WORDS, Cause, visible
 
 _SPIKES = 5  # by each measure, of a run
 _LOG_RATIO_EDGES = (-0.5, -0.2, -0.05, 0.05, 0.2, 0.5)
@@ -156,16 +156,6 @@ def _probability(logprob: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3g}"
-
-
-def visible(text: str) -> str:
-    """Return text in which what cannot be seen, or would turn the text around it, is written as an escape.
-
-    Example:
-        >>> visible("a\\x1b[2J b\\n")
-        'a\\\\x1b[2J b\\n'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 # --- trajectories -----------------------------------------------------------------------------------------------------
