@@ -74,11 +74,12 @@ class MeteredBackend:
         limits: SandboxLimits,
         work: str = "/task",
         places: Mapping[str, Snapshot | None] = MappingProxyType({}),
+        image: str = "",
     ) -> Sandbox:
         """See `protocols.SandboxBackend`."""
         began = trio.current_time()
         try:
-            sandbox = await self._backend.open(files, limits=limits, work=work, places=places)
+            sandbox = await self._backend.open(files, limits=limits, work=work, places=places, image=image)
         except SandboxError:
             self.figures.starts["failed"] += 1
             raise

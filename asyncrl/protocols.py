@@ -372,6 +372,7 @@ class SandboxBackend(Protocol):
         limits: SandboxLimits,
         work: str = "/task",
         places: Mapping[str, Snapshot | None] = MappingProxyType({}),
+        image: str = "",
     ) -> Sandbox:
         """Return a new sandbox over `files`, waiting where as many are open as may be.
 
@@ -379,8 +380,10 @@ class SandboxBackend(Protocol):
         where something is written.
 
         Args: `work` is where the working directory appears inside; `places` are further absolute paths: a snapshot is
-        shown read-only, None is an empty writable directory within the same limits.
-        Raises: SandboxError when none can be had, or where the files do not fit into its limits.
+        shown read-only, None is an empty writable directory within the same limits. `image` is what is around all of
+        these, read-only; empty is the backend's own.
+        Raises: SandboxError when none can be had, where the files do not fit into its limits, or where the image is not
+        here; ConfigError for an image where the backend runs none.
         """
         ...
 

@@ -105,6 +105,7 @@ class Boxes:
         work: str = profile.WORK,
         places: Mapping[str, str | None],
         files: Mapping[str, bytes],
+        image: str = "",
     ) -> Box:
         """Return a new sandbox. Raises OSError, RequestError, safe_files.UnsafePathError."""
         below = None if layer is None else self._layer(layer)
@@ -112,13 +113,13 @@ class Boxes:
         _check_places([work, *shown])
         if below is not None:
             _check_fits(below, limits)
-        return self._new(name, limits, below, work, shown, files)
+        return self._new(name, limits, below, work, shown, files, image)
 
     def fork(self, name: str, box: Box) -> Box:
         """Return a new sandbox over a copy of what was changed in `box`. Raises as `open` does."""
         layer = self.snapshot(f"{name}-fork", box)
         try:
-            return self._new(name, box.limits, layer, box.work, box.places, {})
+            return self._new(name, box.limits, layer, box.work, box.places, {}, box.image)
         finally:
             self.release(layer.name)
 
@@ -130,6 +131,7 @@ class Boxes:
         work: str,
         shown: Mapping[str, Layer | None],
         files: Mapping[str, bytes],
+        image: str,
     ) -> Box:
         box = Box(
             name=name,
@@ -139,6 +141,7 @@ class Boxes:
             work=work,
             layer=layer,
             deadline=time.monotonic() + limits["lifetime_s"],
+            image=image,
         )
         self.lease(box)
         with contextlib.ExitStack() as undo:

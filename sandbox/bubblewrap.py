@@ -12,7 +12,7 @@ from typing import Any
 
 import trio
 
-from asyncrl.errors import SandboxError
+from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import BackendStatistics, Outcome, SandboxLimits, Snapshot
 from asyncrl.sandbox import leases
 from asyncrl.sandbox.calls import CalledSandbox, Closable, Reply, os_errors_as_sandbox_errors, without_group
@@ -105,11 +105,17 @@ class BubblewrapBackend:
         limits: SandboxLimits,
         work: str = "/task",
         places: Mapping[str, Snapshot | None] = MappingProxyType({}),
+        image: str = "",
     ) -> BubblewrapSandbox:
         """Return a new sandbox, waiting for one to be closed where `max_open` are open.
 
-        Raises: SandboxError, also where `files` do not fit into its limits.
+        Raises: SandboxError, also where `files` do not fit into its limits; ConfigError for an image.
         """
+        if image:
+            raise ConfigError(
+                f"the sandbox backend 'bubblewrap' runs no images, and {image!r} is wanted: set backend = 'container', "
+                "with podman or docker, or leave such tasks out ([sandbox] backend)"
+            )
         written = files if isinstance(files, Mapping) else {}
         return await self.new_sandbox(
             "open",

@@ -73,6 +73,8 @@ class Box:
     """Where each place appears inside, where it lies, and whether it is written to."""
     containers: list[str] = field(default_factory=list)
     """Names of the containers that show it, if any do."""
+    image: str = ""
+    """Of these containers; empty is the backend's own."""
     command: Command | None = None
     shell: Command | None = None
     num_shells: int = 0

@@ -204,8 +204,15 @@ class ContainerBackend:
     python: tuple[str, ...] = ("python3",)
 
     def __init__(
-        self, engine: Engine, boxes: Boxes, options: Sequence[str], image: str, settings: SandboxSettings, owner: str
+        self,
+        engine: Engine,
+        boxes: Boxes,
+        options: Sequence[str],
+        image: tuple[str, Sequence[str]],
+        settings: SandboxSettings,
+        owner: str,
     ) -> None:
+        """Open sandboxes of `engine` with its `options`; `image` has further ones of its own."""
         self.boxes = boxes
         self.wall = "container-runsc" if engine.is_gvisor else "container"
         self.open_ones: dict[str, trio.CancelScope] = {}
@@ -214,7 +221,8 @@ class ContainerBackend:
         """Of the backend's owner, for the watches over lifetimes."""
         self._engine = engine
         self._options = options
-        self._image = image
+        self._images = {"": image}
+        """What was asked for -> name and options of the image; the backend's own for nothing."""
         self._owner = owner
         self._slots = trio.CapacityLimiter(settings.max_open)
         self._starting = trio.CapacityLimiter(settings.max_starting)
@@ -244,8 +252,17 @@ class ContainerBackend:
         limits: SandboxLimits,
         work: str = "/task",
         places: Mapping[str, Snapshot | None] = MappingProxyType({}),
+        image: str = "",
     ) -> ContainerSandbox:
-        """Return a new sandbox, waiting for one to be closed where `max_open` are open. Raises SandboxError."""
+        """Return a new sandbox, waiting for one to be closed where `max_open` are open.
+
+        Raises: SandboxError, also where an image is not here: pulling is not for the middle of a run.
+        """
+        if image and image not in self._images:
+            try:
+                self._images[image] = await find_image(self._engine, image)
+            except ConfigError as error:
+                raise SandboxError(str(error)) from None
         make = partial(
             self.boxes.open,
             limits=asdict(limits),
@@ -253,6 +270,7 @@ class ContainerBackend:
             work=work,
             places={path: None if place is None else place.snapshot_id for path, place in places.items()},
             files=files if isinstance(files, Mapping) else {},
+            image=image,
         )
         return await self.new_sandbox(make, limits)
 
@@ -294,11 +312,16 @@ class ContainerBackend:
         """Start a container that shows the files of `box` and waits. Raises SandboxError."""
         name = f"asyncrl-{self._owner}-{box.name}-{kind}"
         self.boxes.lease(box, containers=[name], engine=self._engine.program)
+        image, more = self._images[box.image]
         async with self._starting:
-            options = [*self._options, *_limit_options(self._engine, box), *_mounts(box), f"--workdir={box.work}"]
-            await self._engine.call(
-                "run", "--name", name, *options, "--entrypoint=/bin/sh", self._image, "-c", _WAITING
-            )
+            options = [
+                *self._options,
+                *more,
+                *_limit_options(self._engine, box),
+                *_mounts(box),
+                f"--workdir={box.work}",
+            ]
+            await self._engine.call("run", "--name", name, *options, "--entrypoint=/bin/sh", image, "-c", _WAITING)
         pid = await self._engine.call("inspect", "--format", "{{.State.Pid}}", name)
         return Holder(self._engine, name, int(pid))
 
@@ -352,7 +375,7 @@ async def open_container(settings: SandboxSettings, *, directory: Path) -> Async
             "backend 'bubblewrap', or 'remote' with containers served from where you are root ([sandbox] backend)"
         )
     engine = await find_engine(settings.engine, settings.runtime)
-    image, more = await find_image(engine, settings.image)
+    image = await find_image(engine, settings.image)
     folder = directory / leases.DIRECTORY
     folder.mkdir(parents=True, exist_ok=True)
     await trio.to_thread.run_sync(leases.reap, str(folder))
@@ -371,7 +394,7 @@ async def open_container(settings: SandboxSettings, *, directory: Path) -> Async
         profile = root / "seccomp.json"
         profile.write_text(json.dumps(container_profile()))
         boxes = Boxes(str(root), None, ledger, choose_user=lambda number: _USER)
-        options = [*_fixed_options(engine, ledger.owner, profile), *more]
+        options = _fixed_options(engine, ledger.owner, profile)
         backend = ContainerBackend(engine, boxes, options, image, settings, ledger.owner)
         with without_group():
             async with trio.open_nursery() as nursery:  # watches over lifetimes

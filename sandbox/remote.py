@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import trio
 
-from asyncrl.errors import SandboxError, UnsafeFilesError
+from asyncrl.errors import ConfigError, SandboxError, UnsafeFilesError
 from asyncrl.protocols import BackendStatistics, SandboxLimits, Snapshot
 from asyncrl.sandbox import messages
 from asyncrl.sandbox.access import read_token
@@ -100,6 +100,8 @@ class _Server:
                 raise UnsafeFilesError(message)
             case {"error": "sandbox", "message": message}:
                 raise SandboxError(message)
+            case {"error": "config", "message": message}:
+                raise ConfigError(f"the sandbox server {self.url}: {message}")
             case {"error": "os", "errno": number, "message": message}:
                 raise OSError(number, message)  # the constructor chooses FileNotFoundError and its like by the number
         return reply
@@ -240,6 +242,7 @@ class RemoteBackend:
         limits: SandboxLimits,
         work: str = "/task",
         places: Mapping[str, Snapshot | None] = MappingProxyType({}),
+        image: str = "",
     ) -> RemoteSandbox:
         """Return a new sandbox at the server with the fewest of ours. Raises SandboxError."""
         snapshots = [one for one in (files, *places.values()) if isinstance(one, RemoteSnapshot)]
@@ -261,6 +264,7 @@ class RemoteBackend:
                 places=names,
                 work=work,
                 limits=asdict(limits),
+                image=image,
             )
 
         return await self.new_sandbox(servers, limits, ask)

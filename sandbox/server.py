@@ -17,7 +17,7 @@ from typing import Any
 
 import trio
 
-from asyncrl.errors import SandboxError, UnsafeFilesError
+from asyncrl.errors import ConfigError, SandboxError, UnsafeFilesError
 from asyncrl.protocols import ExecResult, Sandbox, SandboxBackend, SandboxLimits, Snapshot
 from asyncrl.sandbox import messages
 
@@ -144,6 +144,8 @@ class SandboxServer:
             return {"error": "unsafe", "message": str(error)}, []
         except SandboxError as error:
             return {"error": "sandbox", "message": str(error)}, []
+        except ConfigError as error:
+            return {"error": "config", "message": str(error)}, []
         except OSError as error:
             return {"error": "os", "errno": error.errno or 0, "message": error.strerror or str(error)}, []
         except (KeyError, TypeError, ValueError) as error:
@@ -175,8 +177,11 @@ class SandboxServer:
             files = _snapshot(session, header["snapshot"])
         places = {path: None if name is None else _snapshot(session, name) for path, name in header["places"].items()}
         limits = SandboxLimits(**header["limits"])
+        work, image = header["work"], header["image"]
         return await self.in_a_place(
-            session, header["new"], lambda: self._backend.open(files, limits=limits, work=header["work"], places=places)
+            session,
+            header["new"],
+            lambda: self._backend.open(files, limits=limits, work=work, places=places, image=image),
         )
 
     async def prepare(self, session: _Session, header: dict[str, Any], blobs: list[bytes]) -> _Answer:

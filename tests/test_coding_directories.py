@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harbor_directories import TASK, read, write_task
-from sandboxes import with_backend
+from sandboxes import cannot_contain, with_backend
 
 from asyncrl.coding.grading import Grader
 from asyncrl.coding.places import open_place
-from asyncrl.coding.playing import Played, play
-from asyncrl.coding.tasks import CodingTask
+from asyncrl.coding.playing import Played, lets_go_on, play, reward_of
+from asyncrl.coding.tasks import CodingTask, ScriptChecks, TaskStep
 from asyncrl.coding.verdicts import Verdict
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.protocols import SandboxBackend
@@ -84,6 +89,18 @@ def test_steps_go_on_in_the_same_place_until_one_earns_too_little(tmp_path: Path
     before, after = play_both(read(write_task(tmp_path / "task", **files)), tmp_path)
     assert (before.reward, list(before.verdicts)) == (0.0, ["a"])
     assert (after.reward, after.solved, list(after.verdicts)) == (1.0, True, ["a", "b"])
+
+
+def test_steps_that_were_not_reached_count_nothing() -> None:
+    step = TaskStep(instruction="", checks=ScriptChecks(files={}), min_reward={"reward": 0.5, "style": 1.0})
+    task = CodingTask(task_id="t", steps=(step, step), files={})
+    assert not lets_go_on(step, Verdict(reward=1.0, solved=True, rewards={"reward": 1.0}))
+    assert not lets_go_on(step, Verdict(reward=0.4, solved=False, rewards={"reward": 0.4, "style": 1.0}))
+    assert lets_go_on(step, Verdict(reward=0.5, solved=False, rewards={"reward": 0.5, "style": 1.0}))
+    good, half = Verdict(reward=1.0, solved=True), Verdict(reward=0.5, solved=False)
+    assert (reward_of(task, [good]), reward_of(task, [good, half])) == (0.5, 0.75)
+    final = replace(task, last_step_counts=True)
+    assert (reward_of(final, [good]), reward_of(final, [good, half])) == (0.0, 0.5)
 
 
 def test_a_separate_judge_gets_the_artifacts_and_nothing_else(tmp_path: Path) -> None:
@@ -221,3 +238,63 @@ def test_an_older_directory_that_cannot_run_is_refused(changes: dict[str, Any], 
     write_task(tmp_path / "task", **{**OLDER, **changes})
     with pytest.raises(ConfigError, match="^harbor/task: .*" + says):
         read(tmp_path / "task", tests_provided=("uv", "pytest"))
+
+
+# --- images ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["bubblewrap", "remote"])
+def test_a_task_with_an_image_is_refused_where_none_is_run(backend: str, tmp_path: Path) -> None:
+    config = '[environment]\ndocker_image = "example/task:1"\nworkdir = "/app"\n'
+    task = read(write_task(tmp_path / "task", **{"task.toml": config}), images=True)
+    assert (task.image, task.work, task.files) == ("example/task:1", "/app", {})
+
+    async def use(sandboxes: SandboxBackend) -> None:
+        with pytest.raises(
+            ConfigError, match=r"runs no images, and 'example/task:1' is wanted: set backend = .container"
+        ):
+            await open_place(sandboxes, task)
+
+    with_backend(use, tmp_path, backend=backend)
+
+
+@pytest.mark.skipif(bool(cannot_contain()), reason=cannot_contain() or "containers")
+def test_a_task_with_an_image_runs_over_what_the_image_holds(tmp_path: Path) -> None:
+    """The image holds a shell, and what the task's directory begins with, a history of it too."""
+    name = "localhost/asyncrl-test-task:1"
+    engine = shutil.which("podman") or shutil.which("docker")
+    assert engine is not None
+    root = tmp_path / "root"
+    (root / "app/.git").mkdir(parents=True)
+    (root / "app/seed.txt").write_text("seed\n")
+    (root / "app/.git/HEAD").write_text("ref: refs/heads/solution\n")
+    for folder in ("tmp", "proc", "dev", "sys", "run", "etc", "usr/bin"):
+        (root / folder).mkdir(parents=True)
+    for link in ("bin", "lib", "lib64"):
+        (root / link).symlink_to(f"usr/{link}")
+    programs = [
+        f"/usr/bin/{program}" for program in ("bash", "sh", "cp", "find", "rm", "cat", "sleep", "env", "printf")
+    ]
+    told = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
+    for path in {*programs, *re.findall(r"(/lib\S+) \(", told)}:
+        target = root / "usr" / path.removeprefix("/usr").lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.realpath(path), target)
+    packed = subprocess.run(["tar", "-C", str(root), "-c", "."], capture_output=True, check=True).stdout
+    subprocess.run([engine, "import", "-", name], input=packed, check=True, capture_output=True)
+    files = {
+        "task.toml": f'[environment]\ndocker_image = "{name}"\nworkdir = "/app"\n',
+        "tests/test.sh": "cat hello.txt > /logs/verifier/reward.txt && cat seed.txt\n",
+        "solution/solve.sh": "cat seed.txt > /dev/null && echo 1 > hello.txt\n",
+    }
+    task = read(write_task(tmp_path / "task", **files), images=True)
+
+    async def use(sandboxes: SandboxBackend) -> Played:
+        async with Grader(sandboxes) as grader, await open_place(sandboxes, task) as sandbox:
+            assert list(await sandbox.list()) == ["seed.txt"]
+            return await play(sandboxes, grader, task, solution=True)
+
+    try:
+        assert with_backend(use, tmp_path, backend="container").solved
+    finally:
+        subprocess.run([engine, "rmi", "--force", name], check=False, capture_output=True)

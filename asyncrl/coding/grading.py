@@ -104,7 +104,9 @@ class Grader:
             places: dict[str, Snapshot | None] = {**dict.fromkeys(task.places), _TESTS: tests, _LOGS: None}
             places |= await self._stand_ins(checks, stack)
             judge = await stack.enter_async_context(
-                await self._backend.open(files, limits=crossing.beside(limits), work=task.work, places=places)
+                await self._backend.open(
+                    files, limits=crossing.beside(limits), work=task.work, places=places, image=task.image
+                )
             )
             for path, data in crossing.places.items():
                 try:

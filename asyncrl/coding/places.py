@@ -20,6 +20,9 @@ git init --quiet --initial-branch=main .
 git add --all --force .
 git -c user.name=task -c user.email=task@localhost commit --quiet --allow-empty --message "The task's files"
 """  # in the sandbox: on the host, git would run what a task's files say
+_ASIDE = "/task-files"
+_COPY = """if [ -d {0} ]; then cp -a -n {0}/. .; fi
+find . \\( {1} \\) -prune -exec rm -rf {{}} +"""
 _NO_CONFIGURATION = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_TEMPLATE_DIR": ""}
 
 
@@ -30,11 +33,22 @@ async def prepare_files(backend: SandboxBackend, task: CodingTask) -> Snapshot:
     """
     files = {path: data for path, data in task.files.items() if not is_history(path)}
     prepared = await backend.prepare(files, executable=[path for path in task.executable if path in files])
+    if task.image:
+        prepared = await _over_image(backend, task, prepared)
     if not task.repository:
         return prepared
     async with prepared, await open_place(backend, task, prepared) as sandbox:
         result = await sandbox.exec(with_variables(["sh", "-c", _COMMIT], _NO_CONFIGURATION))
         _require_success(result, f"{task.task_id}: making a git repository")
+        return await sandbox.snapshot()
+
+
+async def _over_image(backend: SandboxBackend, task: CodingTask, files: Snapshot) -> Snapshot:
+    """Return the task's files over those that its image has in the working directory, which else these would hide."""
+    histories = " -o ".join(f"-name {name}" for name in sorted(HISTORIES))
+    async with files, await backend.open(files, limits=task.limits, work=_ASIDE, image=task.image) as sandbox:
+        result = await sandbox.exec(["sh", "-c", _COPY.format(shlex.quote(task.work), histories)])
+        _require_success(result, f"{task.task_id}: copying {task.work} out of the image {task.image}")
         return await sandbox.snapshot()
 
 
@@ -49,7 +63,8 @@ async def open_place(backend: SandboxBackend, task: CodingTask, files: Snapshot 
     Raises: SandboxError, EnvironmentFault as `prepare_files` does.
     """
     if files is not None:
-        return await backend.open(files, limits=task.limits, work=task.work, places=dict.fromkeys(task.places))
+        places = dict.fromkeys(task.places)
+        return await backend.open(files, limits=task.limits, work=task.work, places=places, image=task.image)
     async with await prepare_files(backend, task) as prepared:
         return await open_place(backend, task, prepared)
 
@@ -92,7 +107,7 @@ async def apply_reference(backend: SandboxBackend, task: CodingTask, reference: 
     ):
         places = {**dict.fromkeys(task.places), _SOLUTION: solution}
         room = replace(task.limits, disk_bytes=task.limits.disk_bytes + files.num_bytes)  # beside what is there already
-        solved = await backend.open(files, limits=room, work=task.work, places=places)
+        solved = await backend.open(files, limits=room, work=task.work, places=places, image=task.image)
     script = ["bash", f"{_SOLUTION}/{reference.script}"]
     result = await solved.exec(with_variables(script, {**task.variables, **reference.variables}))
     if result.outcome is not Outcome.OK:
