@@ -12,6 +12,7 @@ from sandboxes import cannot_sandbox, has_groups, with_backend
 from scripted import ScriptedSampler, write_chat_files
 
 from asyncrl.cli import main
+from asyncrl.coding.bundled import load_task_set
 from asyncrl.demonstrations import read_demonstrations
 from asyncrl.environments.humanevalfix import HumanEvalFixEnvironment, HumanEvalFixSettings, read_tasks
 from asyncrl.environments.validate import validate
@@ -37,6 +38,19 @@ def record(number: int = 0, **changes: Any) -> dict[str, Any]:
 def write(path: Path, *records: Any) -> Path:
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     return path
+
+
+def test_a_file_is_a_set_of_coding_tasks_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.jsonl", *(record(number) for number in range(10)))
+    tasks = load_task_set("humanevalfix", {"path": str(path), "held_out_percent": 50}, seed=0)
+    held_out, trained = set(tasks.held_out_ids()), set(tasks.training_ids(0))
+    assert held_out
+    assert held_out.isdisjoint(trained)
+    assert held_out | trained == set(tasks.all_ids()) == {f"humanevalfix/Python/{number}" for number in range(10)}
+    task = tasks.task("humanevalfix/Python/3")
+    assert b"sum(numbers) + 1" in task.files["solution.py"]
+    with pytest.raises(ConfigError, match=r"all 10 tasks in .* are held out: lower held_out_percent"):
+        load_task_set("humanevalfix", {"path": str(path), "held_out_percent": 100}, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError
 TASK_SETS: Mapping[str, str] = {
     "templates": "asyncrl.coding.template_tasks:TemplateTasks",
     "mutation": "asyncrl.coding.sets.mutation:MutationTasks",
+    "humanevalfix": "asyncrl.coding.sets.humanevalfix:HumanEvalFixTasks",
     "harbor": "asyncrl.coding.sets.harbor_tasks:HarborTasks",
 }
 """Name -> "module:Class". Any other class is named by "module:Class" itself.

@@ -63,10 +63,9 @@ def lets_go_on(step: TaskStep, verdict: Verdict) -> bool:
 
 
 def reward_of(task: CodingTask, verdicts: Sequence[Verdict]) -> float:
-    """Return the task's reward from the steps that were reached: that of the last of them, or their mean.
+    """Return the task's reward from the steps that were reached: that of its last step, or the mean over all.
 
-    Steps that were not reached do not count, as in Harbor: what stopped the task is its own low reward.
+    A step that was not reached counts 0, as it does in training (`rewards`); Harbor leaves it out of its mean.
     """
-    if task.last_step_counts:
-        return verdicts[-1].reward
-    return sum(verdict.reward for verdict in verdicts) / len(verdicts)
+    rewards = [verdict.reward for verdict in verdicts] + [0.0] * (len(task.steps) - len(verdicts))
+    return rewards[-1] if task.last_step_counts else sum(rewards) / len(rewards)

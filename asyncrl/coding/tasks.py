@@ -125,7 +125,7 @@ class CodingTask:
     allowed_paths: tuple[str, ...] = ("*",)
     """Patterns of what a solution may edit or add; edits elsewhere are counted, and not forbidden."""
     last_step_counts: bool = False
-    """The task's reward is that of the last step that was reached; else the mean over those that were."""
+    """The task's reward is that of its last step; else the mean over all steps. One that was not reached counts 0."""
     origin: str = ""
     """Where it comes from: a template and its seed, a file, a directory."""
     notes: tuple[str, ...] = ()

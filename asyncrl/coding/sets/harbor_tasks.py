@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from asyncrl.coding.sets.harbor import read_harbor_task
 from asyncrl.coding.sets.harbor_settings import HarborSettings
 from asyncrl.coding.sets.terminal_bench import read_terminal_bench_task
 from asyncrl.coding.tasks import CodingTask
+from asyncrl.environments.rows import is_held_out
 from asyncrl.errors import ConfigError
 
 _READERS = {"task.toml": read_harbor_task, "task.yaml": read_terminal_bench_task}
@@ -81,7 +81,7 @@ class HarborTasks:
         return _READERS[name](root, task_id, self._settings)
 
     def _is_held_out(self, task_id: str) -> bool:
-        return zlib.crc32(task_id.encode()) % 100 < self._settings.held_out_percent
+        return is_held_out(task_id, self._settings.held_out_percent)
 
 
 def find_tasks(top: Path) -> dict[str, Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from asyncrl.coding.sets.mutants import find_function, mutants
 from asyncrl.coding.sets.mutation_checks import CALL_TIMEOUT_S, LIMITS, Proven, proven_path, read_proven
 from asyncrl.coding.sets.tested import HUMAN_EVAL, TestedFunction, read_human_eval, read_own
 from asyncrl.coding.tasks import CallChecks, CodingTask, PytestChecks, Reference, TaskStep
+from asyncrl.environments.rows import is_held_out
 from asyncrl.errors import ConfigError
 
 _ID = re.compile(r"mutation/(?P<name>\S+)-(?P<number>\d{1,4})")
@@ -130,7 +130,7 @@ class MutationTasks:
         )
 
     def _is_held_out(self, name: str) -> bool:
-        return zlib.crc32(name.encode()) % 100 < self._settings.held_out_percent
+        return is_held_out(name, self._settings.held_out_percent)
 
     @property
     def dropped(self) -> Mapping[str, Mapping[str, int]]:
