@@ -80,7 +80,7 @@ class CheckpointStore:
             shutil.rmtree(final)
         partial.rename(final)
         _fsync_directory(self._directory)
-        for old in self._versions()[: -self._keep]:
+        for old in self.versions()[: -self._keep]:
             shutil.rmtree(self._directory / f"{_PREFIX}{old}")
         return Checkpoint(directory=final, version=version, state=state)
 
@@ -88,7 +88,7 @@ class CheckpointStore:
         """Return the newest checkpoint, or None. Raises: CheckpointError naming what of it is missing or changed, and
         the one before it, from which the run can go on as well.
         """
-        versions = self._versions()
+        versions = self.versions()
         if not versions:
             return None
         newest = self._directory / f"{_PREFIX}{versions[-1]}"
@@ -100,14 +100,19 @@ class CheckpointStore:
             before = f"{_PREFIX}{versions[-2]}"
             raise CheckpointError(f"{error}; move {newest} out of the way to go on from {before}") from error
 
-    def oldest_state(self) -> Mapping[str, Any]:
-        """Return the orchestrator's state in the oldest checkpoint that is kept; there must be one."""
-        state: Mapping[str, Any] = _read_json(self._directory / f"{_PREFIX}{self._versions()[0]}" / _STATE)
-        return state
+    def of_version(self, version: PolicyVersion) -> Checkpoint | None:
+        """Return the checkpoint of a version, or None where it is not kept. Raises: CheckpointError."""
+        return load_checkpoint(self._directory / f"{_PREFIX}{version}") if version in self.versions() else None
 
-    def _versions(self) -> Sequence[PolicyVersion]:
+    def versions(self) -> Sequence[PolicyVersion]:
+        """Return the versions that are kept, the newest last."""
         names = (path.name for path in self._directory.glob(f"{_PREFIX}*"))
         return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+
+    def oldest_state(self) -> Mapping[str, Any]:
+        """Return the orchestrator's state in the oldest checkpoint that is kept; there must be one."""
+        state: Mapping[str, Any] = _read_json(self._directory / f"{_PREFIX}{self.versions()[0]}" / _STATE)
+        return state
 
 
 @contextmanager

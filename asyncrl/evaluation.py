@@ -10,6 +10,7 @@ import trio
 from asyncrl.collecting import GroupCollector
 from asyncrl.errors import EnvironmentFault
 from asyncrl.protocols import Environment, Sampler
+from asyncrl.solve_rates import interval, pass_at
 from asyncrl.status import EvaluationResult
 from asyncrl.types import PolicyVersion, Task, Trajectory
 
@@ -54,6 +55,9 @@ async def evaluate(
     if not scored:
         details = {t.detail for trajectories in results.values() for t in trajectories}
         raise EnvironmentFault(f"no episode of the evaluation carries a reward: {'; '.join(sorted(details)[:3])}")
+    done = {name: [t for t in results[name] if t.reward is not None] for name in names}
+    counts = [(sum(map(is_solved, own)), len(own)) for own in done.values()]
+    chances = (pass_at(counts, k) for k in range(1, samples + 1))
     return EvaluationResult(
         version=version,
         solve_rate=fmean(is_solved(t) for t in scored),
@@ -61,12 +65,10 @@ async def evaluate(
         num_tasks=len(tasks),
         num_samples=len(scored),
         num_failed=failed,
-        by_task={
-            name: fmean(is_solved(t) for t in done)
-            for name in names
-            if (done := [t for t in results[name] if t.reward is not None])
-        },
+        by_task={name: fmean(map(is_solved, own)) for name, own in done.items() if own},
         seconds=trio.current_time() - started,
+        interval=interval(counts),
+        pass_at=[chance for chance in chances if chance is not None],
     )
 
 

@@ -30,6 +30,10 @@ class EvaluationResult:
     by_task: Mapping[str, float]
     """task id, of a mixture with its part before it -> share of its episodes that were solved."""
     seconds: float
+    interval: Sequence[float] = (0.0, 1.0)
+    """95 % of the solve rate, over tasks like these."""
+    pass_at: Sequence[float] = ()
+    """Place k - 1: the chance that one of k episodes solves a task."""
 
 
 @dataclass(slots=True, kw_only=True)

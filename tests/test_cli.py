@@ -199,6 +199,24 @@ def test_a_run_of_another_configuration_is_not_resumed(
     assert run_directory.choose(longer, resume=True).path == tmp_path / "run"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--samples", "0"], "samples ([evaluation], --samples) must be >= 1, got 0"),
+        (["--tasks", "0"], "--tasks must be >= 1, got 0"),
+        (["--version", "3"], "--version 3 is of a run: give --run too"),
+        (["--run", "{here}"], "there is no such checkpoint in {here}: kept are none"),
+        (["--baseline", "{here}"], "servers that run elsewhere serve a model of their own"),
+        (["--out", "{here}/absent/out.json"], "--out: there is no directory {here}/absent"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    given = [argument.format(here=tmp_path) for argument in arguments]
+    assert words.format(here=tmp_path) in _refused(capsys, "eval", str(config), *given)
+
+
 def test_a_run_that_was_killed_as_its_directory_was_made_is_no_older_versions(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 
 from asyncrl.idle import ENGINE_CAUSES, LEARNER_CAUSES
 from asyncrl.report.drawing import COLOURS, axes, legend, line, log_axis, steps_axis, svg
-from asyncrl.report.intervals import means, rates, wilson, window_of
+from asyncrl.report.intervals import means, rates, window_of
 from asyncrl.report.reading import RunData
+from asyncrl.solve_rates import wilson
 from asyncrl.spikes import Cause
 
 _MAX_STALENESS_SHOWN = 8  # of the stack by staleness; what is older is one more part
@@ -394,7 +395,7 @@ def _held_out(panel: Axes, run: RunData, colour: str) -> None:
         rate, number = result.get("solve_rate"), result.get("num_samples", 0)
         if rate is None or not math.isfinite(rate):
             continue
-        low, high = wilson(rate * number, number)
+        low, high = result.get("interval") or wilson(rate * number, number)
         panel.errorbar(
             result["version"],
             rate,

@@ -5,27 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from asyncrl.solve_rates import wilson
+
 _Z = 1.959963984540054  # two-sided 95 % of a normal distribution
 
 
 def window_of(num_steps: int) -> int:
     """Return how many steps a window takes: single steps hold a few tasks each, and jump about."""
     return max(1, min(5, num_steps // 2), num_steps // 20)
-
-
-def wilson(solved: float, number: float) -> tuple[float, float]:
-    """Return the Wilson score interval of a rate, (0, 1) of nothing.
-
-    Example:
-        >>> [round(end, 3) for end in wilson(5, 10)]
-        [0.237, 0.763]
-    """
-    if number <= 0:
-        return 0.0, 1.0
-    rate, spread = min(1.0, max(0.0, solved / number)), _Z**2 / number
-    centre = (rate + spread / 2) / (1 + spread)
-    half = _Z * math.sqrt(rate * (1 - rate) / number + spread / (4 * number)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def rates(rate: Sequence[float], number: Sequence[float], window: int) -> tuple[list[float], list[float], list[float]]:
