@@ -74,17 +74,17 @@ def config(tmp_path: Path, model: Path, directory: RunDirectory) -> Path:
     return path
 
 
-def _command(config: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "asyncrl", "train", str(config), *arguments]
+def _command(config: Path, *arguments: str, verb: str = "train") -> list[str]:
+    return [sys.executable, "-m", "asyncrl", verb, str(config), *arguments]
 
 
 def _environment() -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
 
 
-def _train(config: Path, *arguments: str) -> str:
+def _train(config: Path, *arguments: str, verb: str = "train") -> str:
     done = subprocess.run(
-        _command(config, *arguments),
+        _command(config, *arguments, verb=verb),
         cwd=config.parent,
         env=_environment(),
         capture_output=True,
@@ -223,14 +223,24 @@ def _check_model_loads(path: Path) -> None:
     assert AutoTokenizer.from_pretrained(path).chat_template
 
 
-def test_bound_zero_trains_on_policy_in_the_same_code_and_a_relative_directory(
-    config: Path, directory: RunDirectory
+def test_bound_zero_trains_on_policy_in_the_same_code_and_its_end_is_measured_against_its_beginning(
+    config: Path, directory: RunDirectory, model: Path, tmp_path: Path
 ) -> None:
     relative = ("--set", f"run.directory={directory.path.name}")
     _train(config, *relative, "--set", "buffer.max_off_policyness=0", "--set", "evaluation.samples=0")
     summary = json.loads(directory.summary.read_text())
     assert summary["max_staleness_trained"] == 0
     assert summary["max_importance_ratio"] < 1.01
+
+    compared = ("--run", directory.path.name, "--baseline", str(model), "--samples", "3", "--out", "compared.json")
+    said = _train(config, *compared, verb="eval")
+    found = json.loads((tmp_path / "compared.json").read_text())
+    assert (found["version"], found["num_tasks"], found["num_samples"]) == (3, 2, 6)
+    assert found["model"].endswith("step-3/model")
+    assert len(found["pass_at"]) == 3
+    assert found["interval"][0] <= found["solve_rate"] <= found["interval"][1]
+    assert found["difference"]["solve_rate"] == pytest.approx(found["solve_rate"] - found["baseline"]["solve_rate"])
+    assert "pass@2" in said
 
 
 def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing(config: Path, directory: RunDirectory) -> None:
