@@ -10,6 +10,9 @@ from asyncrl.types import Group, PolicyVersion
 
 _EQUAL = 1e-6  # rewards that differ by no more give an advantage of exactly 0 (`losses.reduction.ZERO_VARIANCE`)
 
+FILTERED = "filtered"
+"""In the extras of every trajectory of a group that its environment does not want to be trained on: why."""
+
 ALL_PASS = "all_pass"
 ALL_FAIL = "all_fail"
 ALL_EQUAL = "all_equal"
@@ -37,6 +40,11 @@ def zero_advantage_reason(group: Group) -> str | None:
     if all(is_solved(t) for t in scored):
         return ALL_PASS
     return ALL_FAIL if max(rewards) <= 0.0 and not any(is_solved(t) for t in scored) else ALL_EQUAL
+
+
+def is_filtered(group: Group) -> bool:
+    """Tell whether an environment's own filter has let a group go."""
+    return bool(group.trajectories) and all(FILTERED in trajectory.extras for trajectory in group.trajectories)
 
 
 class Replacements:

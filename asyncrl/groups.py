@@ -10,7 +10,7 @@ import trio
 
 from asyncrl.buffers import BufferSettings, Gate, GroupBuffer, Ledger, Stage
 from asyncrl.collecting import GroupCollector
-from asyncrl.dynamic_sampling import Replacements, zero_advantage_reason
+from asyncrl.dynamic_sampling import FILTERED, Replacements, is_filtered, zero_advantage_reason
 from asyncrl.errors import EnvironmentFault
 from asyncrl.idle import EngineIdle
 from asyncrl.protocols import Environment, FetchesItems, LearnsFromGroups, Sampler
@@ -213,6 +213,8 @@ class GroupRollouts:
         oldest = group.oldest_version
         if oldest is not None and oldest < self._buffer.sampled_since(group.group_id):
             return SAMPLED_BEFORE  # by an environment that samples before it is asked; the bound would not hold
+        if is_filtered(group):
+            return FILTERED
         reason = zero_advantage_reason(group)
         return reason if reason and self._may_replace() else None
 

@@ -15,6 +15,7 @@ import trio
 from loop_simulation import Simulation, simulate
 
 from asyncrl.buffers import BufferSettings
+from asyncrl.dynamic_sampling import FILTERED
 from asyncrl.errors import CheckpointError, EnvironmentFault, LearnerError, StalenessError, WeightSyncError
 from asyncrl.protocols import Sampler
 from asyncrl.run import Limits
@@ -283,3 +284,21 @@ def test_what_was_sampled_before_its_group_was_admitted_is_dropped_and_counted(t
     assert simulation.status.steps == 10
     assert simulation.status.max_staleness_trained <= 1
     assert "task-30" not in {group.task.task_id for group in simulation.learner.trained}
+
+
+class Filtering(FakeEnvironment):
+    """Wants two of its groups to be trained on by nobody."""
+
+    async def collect_trajectories(self, task: Task, sampler: Sampler, **more: Any) -> Sequence[Trajectory]:
+        found = await super().collect_trajectories(task, sampler, **more)
+        if task.task_id not in {"task-2", "task-3"}:
+            return found
+        return [replace(trajectory, extras={FILTERED: "too easy"}) for trajectory in found]
+
+
+def test_groups_that_their_environment_lets_go_are_dropped_and_counted(tmp_path: Path) -> None:
+    environment = Filtering(Rates(), random.Random(1))
+    simulation = simulate(Simulation(tmp_path, limits=Limits(steps=5), environment=environment))
+    assert simulation.status.groups_dropped == {"filtered": 2}
+    assert simulation.status.steps == 5
+    assert {"task-2", "task-3"}.isdisjoint(group.task.task_id for group in simulation.learner.trained)

@@ -11,7 +11,9 @@ ENVIRONMENTS = {
     "coding_agent": "asyncrl.environments.coding_agent:CodingAgentEnvironment",
     "humanevalfix": "asyncrl.environments.humanevalfix:HumanEvalFixEnvironment",
     "mixed": "asyncrl.environments.mixed:MixedEnvironment",
+    "openrlhf": "asyncrl.environments.openrlhf:OpenRLHFEnvironment",
     "served": "asyncrl.environments.served:ServedEnvironment",
     "single_turn": "asyncrl.environments.single_turn:SingleTurnEnvironment",
+    "slime": "asyncrl.environments.slime:SlimeEnvironment",
 }
 """Name -> "module:Class". Any other class is named by "module:Class" itself."""
