@@ -326,3 +326,14 @@ def test_the_disk_is_freed_of_what_the_trainer_has_and_nothing_else(tmp_path: Pa
 
     run(tmp_path, body, file_bytes=2000)
     run(tmp_path, after, file_bytes=2000)
+
+
+def test_a_connection_is_kept_between_requests_with_and_without_bodies(tmp_path: Path) -> None:
+    async def body(server: Server) -> None:
+        for path in ("/info", "/status", "/info"):
+            answer = await server.client.get(path)
+            assert "connection" not in answer.headers, answer.headers
+        answer = await server.client.post("/register", json=REGISTRATION)
+        assert "connection" not in answer.headers
+
+    run(tmp_path, body)

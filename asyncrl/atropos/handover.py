@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from asyncrl.atropos.matching import SampledTokens
-from asyncrl.atropos.messages import KEYS, UNTRAINED, BadField, Registration, ScoredGroup
+from asyncrl.atropos.messages import KEYS, UNTRAINED, BadField, Registration, ScoredGroup, group_json
 from asyncrl.atropos.roster import Roster, WaitingCounts
 from asyncrl.gateway.http import Refused
 from asyncrl.protocols import Sampler
@@ -127,7 +127,7 @@ class RunTrainer:
     @property
     def latest(self) -> bytes | None:
         """The last group that came, as JSON."""
-        return self._latest
+        return self._latest and group_json(self._latest)
 
     async def note_environments(self) -> None:
         """See `door.Trainer`: a run that is resumed begins with none."""
@@ -140,7 +140,7 @@ class RunTrainer:
         for group in [self._matched(group) for group in groups]:
             self.waiting.add(group.env_id, len(group.sequences))
             self._post.send_nowait(group)
-        self._latest = groups[-1].json
+        self._latest = groups[-1].body
         await trio.lowlevel.checkpoint()
 
     def _matched(self, group: ScoredGroup) -> PostedGroup:

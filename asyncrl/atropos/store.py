@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.atropos.messages import BadField, Registration, ScoredGroup
+from asyncrl.atropos.messages import DIGEST_BYTES, BadField, Registration, ScoredGroup, group_json
 from asyncrl.atropos.packing import Waiting, choose_batch
 from asyncrl.atropos.roster import Roster, WaitingCounts
 from asyncrl.buffers import Damage, Fsync, GroupCommit, Journal, read_journal
@@ -30,7 +30,7 @@ from asyncrl.buffers.journal import DEFAULT_FILE_BYTES
 from asyncrl.gateway.http import Refused
 
 _RUN_ID = "atropos"
-_HEAD = struct.Struct("<qI16s")  # env_id (-1: none), sequences, digest; the group's JSON follows
+_HEAD = struct.Struct(f"<qI{DIGEST_BYTES}s")  # env_id (-1: none), sequences, digest; what was posted follows
 
 
 class _Kind(IntEnum):
@@ -49,7 +49,8 @@ class StoredGroup:
     env_id: int | None
     size: int
     digest: bytes
-    json: bytes
+    body: bytes
+    """As it was posted."""
 
 
 class _State(msgspec.Struct, kw_only=True):
@@ -101,7 +102,7 @@ class Store:
     @property
     def latest(self) -> bytes | None:
         """The last group that came, as JSON."""
-        return self._latest
+        return self._latest and group_json(self._latest)
 
     @property
     def groups(self) -> Sequence[StoredGroup]:
@@ -118,10 +119,10 @@ class Store:
             raise Refused(503, f"{self._num_bytes} bytes of groups wait already", retry_after_s=5)
         for group in groups:
             head = _HEAD.pack(-1 if group.env_id is None else group.env_id, group.size, group.digest)
-            position = self._log.append_nowait(_Kind.GROUP, head + group.json)
+            position = self._log.append_nowait(_Kind.GROUP, head + group.body)
             self._keep(
                 StoredGroup(
-                    position=position, env_id=group.env_id, size=group.size, digest=group.digest, json=group.json
+                    position=position, env_id=group.env_id, size=group.size, digest=group.digest, body=group.body
                 )
             )
         await self._log.flush()
@@ -158,7 +159,7 @@ class Store:
         changed = not self.takes
         self.takes = True
         for batch in [b for b in self._lent if received is None or b <= received]:
-            self._num_bytes -= sum(len(group.json) for group in self._lent.pop(batch))
+            self._num_bytes -= sum(len(group.body) for group in self._lent.pop(batch))
             changed = True
         if self._lent:  # its answer was lost on the way
             batch = min(self._lent)
@@ -202,19 +203,19 @@ class Store:
             if position not in taken:
                 self._keep(group)
             else:
-                self._num_bytes += len(group.json)
+                self._num_bytes += len(group.body)
         self._lent = {batch: [groups[position] for position in positions] for batch, positions in lent.items()}
 
     def _keep(self, group: StoredGroup) -> None:
         self._waiting.append(group)
         self.waiting.add(group.env_id, group.size)
-        self._num_bytes += len(group.json)
-        self._latest = group.json
+        self._num_bytes += len(group.body)
+        self._latest = group.body
 
     def _drop(self, groups: Sequence[StoredGroup], reason: str) -> None:
         gone = {group.position for group in groups}
         for group in groups:
-            self._num_bytes -= len(group.json)
+            self._num_bytes -= len(group.body)
         for group in self._waiting:
             if group.position in gone:
                 self.waiting.remove(group.env_id, group.size)
@@ -275,7 +276,7 @@ def _read(directory: Path) -> tuple[dict[int, StoredGroup], _State, int]:
                 env_id=None if env_id < 0 else env_id,
                 size=size,
                 digest=digest,
-                json=record.payload[_HEAD.size :],
+                body=record.payload[_HEAD.size :],
             )
         else:
             state = msgspec.json.decode(record.payload, type=_State)
@@ -285,4 +286,4 @@ def _read(directory: Path) -> tuple[dict[int, StoredGroup], _State, int]:
 
 
 def _batch_json(groups: Sequence[StoredGroup]) -> bytes:
-    return b'{"batch":[' + b",".join(group.json for group in groups) + b"]}"
+    return b'{"batch":[' + b",".join(group_json(group.body) for group in groups) + b"]}"

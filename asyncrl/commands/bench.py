@@ -7,6 +7,7 @@ asyncrl bench spikes --directory spikes     the largest importance weights by th
 asyncrl bench learner --json learner.json what one forward and backward pass costs, against plain transformers
 asyncrl bench weight-sync --json sync.json what new weights cost engines that generate, against a reload from disk
 asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
+asyncrl bench atropos --json atropos.json groups a second into the server of Atropos's contract
 asyncrl bench sandbox --json sandbox.json what sandboxes, forks and verdicts cost, against plain processes
 asyncrl bench gateway --json gateway.json what the gateway costs agents, against asking the engine directly
 """
@@ -24,6 +25,8 @@ from typing import Any
 
 from rich.console import Console
 
+from asyncrl.bench.atropos import AtroposBench, bench_atropos
+from asyncrl.bench.atropos import table as atropos_table
 from asyncrl.bench.bounds import BoundRate, bench_bounds
 from asyncrl.bench.buffer import bench_buffer
 from asyncrl.bench.gateway import GatewayBench, bench_gateway
@@ -157,6 +160,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     buffer.add_argument("--steps", type=int, default=2000, metavar="N", help="simulated, for memory (default: 2000)")
     buffer.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     buffer.set_defaults(command=_buffer)
+    atropos = benches.add_parser(
+        "atropos",
+        help="groups a second into the server of Atropos's contract, against the original server",
+        description="The keys of the JSON file are listed in asyncrl/bench/atropos.py. Takes less than a minute.",
+    )
+    for option in fields(AtroposBench):
+        if option.name != "against":
+            flag = f"--{option.name}"
+            atropos.add_argument(flag, type=int, default=option.default, metavar="N", help=f"default {option.default}")
+    atropos.add_argument(
+        "--against", default="", metavar="PYTHON", help="a Python that has atroposlib 0.4.0; without it asyncrl alone"
+    )
+    atropos.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    atropos.set_defaults(command=_atropos)
     sandbox = benches.add_parser("sandbox", help="starts, commands, forks and verdicts, against plain processes")
     add_sandbox_arguments(sandbox)
     sandbox.add_argument("--rounds", type=int, default=50, metavar="N", help="of each measurement (default: 50)")
@@ -334,6 +351,18 @@ def _buffer(arguments: argparse.Namespace) -> int:
         f"({growth['low']:+.1f} to {growth['high']:+.1f})"
     )
     print(f"resuming reads 1 GiB of journal in {report['resume']['seconds_per_gib']:.1f} s")
+    _write(arguments.json, report)
+    return 0
+
+
+def _atropos(arguments: argparse.Namespace) -> int:
+    sizes = {option.name: getattr(arguments, option.name) for option in fields(AtroposBench)}
+    bench = AtroposBench(**sizes)
+    _check_json(arguments.json)
+    report = bench_atropos(bench)
+    Console().print(atropos_table(report))
+    for goal in report.get("goals", ()):
+        print(f"{goal['value']:.1f} times the original server's groups a second (promised: {goal['limit']:g})")
     _write(arguments.json, report)
     return 0
 

@@ -8,6 +8,7 @@ answered (0.18).
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -133,6 +134,9 @@ class _Connection:
         """Send an answer. Raises: _Stalled, trio.BrokenResourceError."""
         if self._h11.our_state not in (h11.SEND_RESPONSE, h11.IDLE):
             return  # the connection is in no state to be answered on
+        if self._h11.their_state is h11.SEND_BODY:
+            with contextlib.suppress(h11.RemoteProtocolError):
+                self._h11.next_event()  # the end of a request without a body, which nobody has read
         headers = {"content-type": answer.content_type, **answer.headers}
         whole = isinstance(answer.body, bytes)
         if isinstance(answer.body, bytes):
