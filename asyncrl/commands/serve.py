@@ -3,12 +3,14 @@
   asyncrl serve environment my_package.my_module:Class --token-file token
   asyncrl serve environment bugfix --token-file token --host 0.0.0.0 --port 8795
   asyncrl serve atropos --directory queue
+  asyncrl serve atropos-environment configs/demo.toml --to http://127.0.0.1:8000
 
 `environment` plays an environment for runs whose [environment] has name = "served", this machine's address in `urls`
 and the same token: its dependencies are needed here alone. Each run brings its options and its tokenizer. The protocol
 is not encrypted: on a network that others can listen to, put it into a tunnel.
 
 `atropos` is the server between environments and a trainer of Atropos; it asks nobody for a key: the contract has none.
+`atropos-environment` plays a configuration's environment for such a trainer.
 
 Both listen on this machine alone unless --host says otherwise.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 
-from asyncrl.commands import serve_atropos, serve_environment
+from asyncrl.commands import serve_atropos, serve_atropos_environment, serve_environment
 
 HELP = "serve an environment to runs elsewhere, or Atropos environments and trainers"
 
@@ -25,7 +27,7 @@ HELP = "serve an environment to runs elsewhere, or Atropos environments and trai
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     services = parser.add_subparsers(title="services", metavar="SERVICE", required=True)
-    for service in (serve_environment, serve_atropos):
+    for service in (serve_environment, serve_atropos, serve_atropos_environment):
         service.add_service(services)
 
 

@@ -131,7 +131,7 @@ class OpenRLHFEnvironment(FileTaskEnvironment):
         )
 
     def _asked(self, task: Task) -> str:
-        found = task.data.get(self.settings.input_key)
+        found: Any = task.data[self.settings.input_key]
         if isinstance(found, str) and not self.settings.apply_chat_template:
             return found
         messages = [{"role": "user", "content": found}] if isinstance(found, str) else found

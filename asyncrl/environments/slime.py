@@ -279,7 +279,7 @@ def _labels(sample: Sample) -> list[int]:
 
 
 def _reward(said: Any, key: str) -> float:
-    value = said.get(key) if isinstance(said, Mapping) else said
+    value: Any = said.get(key) if isinstance(said, Mapping) else said
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
