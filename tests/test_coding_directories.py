@@ -63,6 +63,17 @@ def test_tests_that_install_run_with_what_is_said_to_be_here(tmp_path: Path) -> 
     assert_told_apart(read(root, tests_provided=PROVIDED), tmp_path)
 
 
+def test_an_image_that_would_have_pytest_is_not_needed_where_pytest_is_said_to_be_here(tmp_path: Path) -> None:
+    files = {
+        "environment/Dockerfile": "FROM python:3.11-slim\nRUN pip install pytest==8.4.1\nWORKDIR /app\n",
+        "tests/test.sh": "pytest /tests/test_it.py -rA\necho $((!$?)) > /logs/verifier/reward.txt\n",
+        "tests/test_it.py": TEST_IT,
+    }
+    task = read(write_task(tmp_path / "task", **files), tests_provided=("pytest",))
+    assert "its image would have pytest, which only its tests find here" in task.notes
+    assert_told_apart(task, tmp_path)
+
+
 @pytest.mark.parametrize(("left_out", "named"), [("pytest-json-ctrf", "pytest-json-ctrf==0.3.5"), ("curl", "curl")])
 def test_what_tests_want_and_nobody_has_is_the_tasks_fault(left_out: str, named: str, tmp_path: Path) -> None:
     root = write_task(tmp_path / "task", **{"tests/test.sh": INSTALLING, "tests/test_it.py": TEST_IT})

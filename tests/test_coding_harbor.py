@@ -316,6 +316,20 @@ def test_everything_else_must_be_built(line: str) -> None:
         recipe(line)
 
 
+def test_python_packages_that_are_said_to_be_here_need_not_be_installed() -> None:
+    line = "FROM public.ecr.aws/docker/library/ubuntu:24.04\nRUN apt-get install -y python3-pip && "
+    line += "pip install --no-cache-dir --break-system-packages pytest==8.4.1 pytest_json_ctrf==0.3.5\n"
+    given = ("pytest", "pytest-json-ctrf", "python3-pip")
+    found = read_dockerfile(line, TaskFiles(), provided=given, has_package=lambda name: False)
+    assert found.provided == {"pytest", "pytest-json-ctrf"}
+    for left_out in given:
+        with pytest.raises(NeedsImageError):
+            rest = [name for name in given if name != left_out]
+            read_dockerfile(line, TaskFiles(), provided=rest, has_package=lambda name: False)
+    with pytest.raises(NeedsImageError):
+        read_dockerfile("FROM python\nRUN pip install -r pytest", TaskFiles(), provided=given)
+
+
 def test_only_bare_systems_stand_for_themselves() -> None:
     with pytest.raises(NeedsImageError, match="it is FROM swebench/x:latest, for which this machine"):
         read_dockerfile("FROM swebench/x:latest", TaskFiles())

@@ -12,7 +12,7 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,8 @@ class Recipe:
     executable: set[str] = field(default_factory=set)
     directories: set[str] = field(default_factory=set)
     """Absolute paths that are made, and may be empty."""
+    provided: set[str] = field(default_factory=set)
+    """Python packages that it would install, and that are said to be here."""
 
 
 @cache
@@ -66,19 +68,26 @@ def installed_packages(status: str = "/var/lib/dpkg/status") -> frozenset[str]:
     return frozenset(found)
 
 
+def plain_name(requirement: str) -> str:
+    """Return a package's name as all of its spellings have it, without versions and extras."""
+    return re.split(r"[=<>!~\[;@ ]", requirement.strip(), maxsplit=1)[0].lower().replace("_", "-")
+
+
 def read_dockerfile(
     text: str,
     context: TaskFiles,
     *,
     base_images: Sequence[str] = BASE_IMAGES,
+    provided: Collection[str] = (),
     has_package: Callable[[str], bool] = lambda name: name in installed_packages(),
 ) -> Recipe:
     """Return what `text` asks for, with the files that it copies from `context`.
 
-    Args: `base_images` are names without tags; `has_package` tells whether a Debian package is installed here.
+    Args: `base_images` are names without tags; `provided` are packages that somebody says are here, and `has_package`
+    tells whether a Debian package is installed.
     Raises: NeedsImageError saying which line must be built.
     """
-    reader = _Reader(context, base_images, has_package)
+    reader = _Reader(context, base_images, provided, has_package)
     for line in _lines(text):
         word, _, rest = line.partition(" ")
         reader.take(word.upper(), rest.strip(), line)
@@ -107,11 +116,18 @@ def _lines(text: str) -> list[str]:
 class _Reader:
     """Takes one instruction after the other."""
 
-    def __init__(self, context: TaskFiles, base_images: Sequence[str], has_package: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        context: TaskFiles,
+        base_images: Sequence[str],
+        provided: Collection[str],
+        has_package: Callable[[str], bool],
+    ) -> None:
         self.recipe = Recipe()
         self.has_base = False
         self._context = context
         self._base_images = base_images
+        self._provided = {plain_name(name) for name in provided}
         self._has_package = has_package
         self._arguments: dict[str, str] = {}
 
@@ -146,7 +162,8 @@ class _Reader:
     def _base(self, rest: str) -> None:
         words = [word for word in rest.split() if not word.startswith("--")]
         image = self._expanded(words[0]) if words else ""
-        name = re.sub(r"(:[^/:]*)?(@.*)?$", "", image).removeprefix("docker.io/").removeprefix("library/")
+        name = re.sub(r"(:[^/:]*)?(@.*)?$", "", image).removeprefix("docker.io/")
+        name = name.removeprefix("public.ecr.aws/docker/").removeprefix("library/")
         if self.has_base or len(words) > 1:
             raise NeedsImageError("it is built in several stages")
         if name not in self._base_images:
@@ -243,6 +260,12 @@ class _Reader:
                 return all(path.startswith(("/var/lib/apt/lists", "/var/cache/apt")) for path in paths)
             case ["apt-get" | "apt", *arguments]:
                 return self._is_installed(arguments)
+            case ["pip" | "pip3", "install", *arguments] | ["python" | "python3", "-m", "pip", "install", *arguments]:
+                plain = [word for word in arguments if not word.startswith("-")]
+                self.recipe.provided |= {plain_name(word) for word in plain}
+                return (
+                    not {"-r", "-e", "-i"} & set(arguments) and {plain_name(word) for word in plain} <= self._provided
+                )
         return False
 
     def _is_installed(self, arguments: Sequence[str]) -> bool:
@@ -257,7 +280,7 @@ class _Reader:
             case ["update"] | ["clean"] | ["autoremove"] | ["autoclean"]:
                 return True
             case ["install", *packages]:
-                return all(map(self._has_package, packages))
+                return all(self._has_package(name) or plain_name(name) in self._provided for name in packages)
         return False
 
 

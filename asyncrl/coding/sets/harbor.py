@@ -53,7 +53,7 @@ def read_harbor_task(root: Path, task_id: str, settings: HarborSettings) -> Codi
         limits=limits_of(source, environment, config.agent),
         last_step_counts=config.multi_step_reward_strategy == "final",
         origin=str(root),
-        notes=tuple(_notes(source, config, unknown)),
+        notes=tuple(_notes(source, config, unknown, recipe)),
     )
 
 
@@ -120,7 +120,7 @@ def _reference(source: HarborSource, config: TaskToml, folder: str) -> Reference
     return Reference(files=solution.files, script="solve.sh", variables=variables)
 
 
-def _notes(source: HarborSource, config: TaskToml, unknown: Sequence[str]) -> list[str]:
+def _notes(source: HarborSource, config: TaskToml, unknown: Sequence[str], recipe: Recipe) -> list[str]:
     environment, settings = config.environment, source.settings
     notes = [f"task.toml has {name}, which the format does not" for name in unknown]
     networks = {table.network_mode for table in (environment, config.agent, config.verifier)} - {"", "no-network"}
@@ -134,6 +134,8 @@ def _notes(source: HarborSource, config: TaskToml, unknown: Sequence[str]) -> li
     ):
         if found > most:
             notes.append(f"it asks for {name}_mb = {found} and gets {most} (max_{name}_mb)")
+    if recipe.provided:
+        notes.append(f"its image would have {', '.join(sorted(recipe.provided))}, which only its tests find here")
     if {config.agent.user, config.verifier.user} - {None}:
         notes.append("it names users; everything runs as one user without privileges")
     for path, what in (("trajectory.json", "what an agent did before"), ("environment/skills", "skills")):

@@ -46,7 +46,7 @@ def checks(
             variables=variables,
             timeout_s=timeout_s,
             limits=_script_limits(source, config.environment, config.agent),
-            provided=source.settings.tests_provided if installs(tests) else (),
+            provided=source.settings.tests_provided,
         )
     environment = step.verifier.environment or config.verifier.environment or config.environment
     beside, own = _judge_files(source, step, config, folder, work, tests)
@@ -67,7 +67,7 @@ def checks(
         collect=tuple(_hooks(source, config.verifier, step.verifier)),
         limits=_script_limits(source, environment, config.agent),
         timeout_s=timeout_s,
-        provided=source.settings.tests_provided if installs(tests) else (),
+        provided=source.settings.tests_provided,
     )
 
 

@@ -27,8 +27,8 @@ class HarborSettings:
     base_images: tuple[str, ...] = BASE_IMAGES
     """Images without tags for which this machine's /usr may stand, in Dockerfiles that build nothing."""
     tests_provided: tuple[str, ...] = ()
-    """Packages that test scripts may ask for, since they are here: "curl" and "uv" (of which nothing is fetched),
-    "pytest", and Debian or Python packages that the sandbox has. Empty refuses tests that install anything."""
+    """Packages that test scripts and Dockerfiles may ask for, since they are here: "curl" and "uv" (of which nothing is
+    fetched), "pytest", and Debian or Python packages that the sandbox has. Empty refuses whatever installs anything."""
     host_variables: tuple[str, ...] = ()
     """Environment variables of this machine that tasks may read by ${NAME}."""
     timeout_multiplier: float = 1.0

@@ -89,7 +89,10 @@ def surroundings(source: HarborSource, environment: EnvironmentTable, folder: st
         )
     try:
         recipe = read_dockerfile(
-            source.text(f"{folder}/Dockerfile"), source.tree(folder), base_images=source.settings.base_images
+            source.text(f"{folder}/Dockerfile"),
+            source.tree(folder),
+            base_images=source.settings.base_images,
+            provided=source.settings.tests_provided,
         )
     except NeedsImageError as error:
         raise NeedsImageError(

@@ -15,7 +15,7 @@ import yaml
 
 from asyncrl.coding.sets.dockerfile import NeedsImageError, read_dockerfile
 from asyncrl.coding.sets.harbor import PLACES, without_canary
-from asyncrl.coding.sets.harbor_checks import installs, require_tests
+from asyncrl.coding.sets.harbor_checks import require_tests
 from asyncrl.coding.sets.harbor_settings import HarborSettings
 from asyncrl.coding.sets.task_files import TaskFiles, read_text, read_tree
 from asyncrl.coding.tasks import CodingTask, Reference, ScriptChecks, TaskStep
@@ -55,6 +55,7 @@ def read_terminal_bench_task(root: Path, task_id: str, settings: HarborSettings)
             read_text(root, "Dockerfile", task_id=task_id),
             _context(root, task_id),
             base_images=settings.base_images,
+            provided=settings.tests_provided,
         )
     except NeedsImageError as error:
         raise NeedsImageError(
@@ -78,7 +79,7 @@ def read_terminal_bench_task(root: Path, task_id: str, settings: HarborSettings)
                 checks=ScriptChecks(
                     files=tests,
                     timeout_s=settings.verifier_timeout_s(config.max_test_timeout_sec),
-                    provided=settings.tests_provided if installs(tests) else (),
+                    provided=settings.tests_provided,
                 ),
                 reference=_reference(root, task_id),
                 agent_timeout_s=timeout_s,
