@@ -323,8 +323,8 @@ def test_python_packages_that_are_said_to_be_here_need_not_be_installed() -> Non
     found = read_dockerfile(line, TaskFiles(), provided=given, has_package=lambda name: False)
     assert found.provided == {"pytest", "pytest-json-ctrf"}
     for left_out in given:
+        rest = [name for name in given if name != left_out]
         with pytest.raises(NeedsImageError):
-            rest = [name for name in given if name != left_out]
             read_dockerfile(line, TaskFiles(), provided=rest, has_package=lambda name: False)
     with pytest.raises(NeedsImageError):
         read_dockerfile("FROM python\nRUN pip install -r pytest", TaskFiles(), provided=given)
