@@ -8,6 +8,7 @@ asyncrl bench learner --json learner.json what one forward and backward pass cos
 asyncrl bench weight-sync --json sync.json what new weights cost engines that generate, against a reload from disk
 asyncrl bench buffer --json buffer.json   what buffer, journal and loop cost, against plain writes to the same disk
 asyncrl bench atropos --json atropos.json groups a second into the server of Atropos's contract
+asyncrl bench metrics --json metrics.json what watching a run costs: in a step, at a scrape, on disk, in the report
 asyncrl bench sandbox --json sandbox.json what sandboxes, forks and verdicts cost, against plain processes
 asyncrl bench gateway --json gateway.json what the gateway costs agents, against asking the engine directly
 """
@@ -44,6 +45,7 @@ from asyncrl.bench.weight_sync import bench_weight_sync
 from asyncrl.bench.weight_sync import tables as weight_sync_tables
 from asyncrl.bench.weight_sync_scene import WeightSyncBench
 from asyncrl.commands.arguments import add_sandbox_arguments, check_picture, sandbox_settings_of
+from asyncrl.commands.bench_metrics import add_benchmark as add_metrics_benchmark
 from asyncrl.errors import ConfigError
 
 HELP = "measure speed"
@@ -174,6 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     atropos.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     atropos.set_defaults(command=_atropos)
+    add_metrics_benchmark(benches, _MODEL)
     sandbox = benches.add_parser("sandbox", help="starts, commands, forks and verdicts, against plain processes")
     add_sandbox_arguments(sandbox)
     sandbox.add_argument("--rounds", type=int, default=50, metavar="N", help="of each measurement (default: 50)")
