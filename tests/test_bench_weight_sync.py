@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 from tiny_model import build_tiny_model
@@ -30,9 +31,17 @@ def test_every_documented_figure_is_there(tmp_path: Path, capsys: pytest.Capture
         for sync in windows[kind]["syncs"]:
             assert 0 < sync["pause_seconds"] < sync["pull_seconds"]
             assert sync["publish_seconds"] > 0
+            assert 0 < sync["load_cpu_seconds"] < sync["pull_seconds"]
             assert sync["changed_share"] > 0.9, "every float32 weight of this model moves by far more than its rounding"
     assert {sync["num_bytes"] for sync in windows["full"]["syncs"]} == {num_bytes}
     assert len(report["copy_seconds"]) == 1
+    canary, ratios = report["canary"], report["ratios"]
+    assert len(canary["seconds"]) == len(canary["gap_seconds"]) == 5
+    assert ratios["canary_over_step"] == median(canary["gap_seconds"]) / canary["step_seconds"]
+    for kind in ("full", "delta"):
+        kept = 1 - ratios[f"lost_seconds_{kind}"] * len(windows[kind]["syncs"]) / windows[kind]["seconds"][0]
+        assert kept == pytest.approx(ratios[f"throughput_{kind}"])
+        assert 0.05 * ratios[f"interval_{kind}"] == pytest.approx(ratios[f"lost_seconds_{kind}"])
     reload = report["reload"]
     assert reload["seconds"] >= reload["drain_seconds"] + reload["load_seconds"] > 0
     assert {goal["name"] for goal in report["goals"]} <= report["ratios"].keys()

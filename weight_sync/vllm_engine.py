@@ -11,7 +11,6 @@ model may be half new: the engine says so in its report and refuses everything u
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +30,7 @@ from asyncrl.weight_sync.manifest import manifest_from_json
 from asyncrl.weight_sync.names import check_follows, check_names, checkpoint_shapes, has_tied_embeddings
 from asyncrl.weight_sync.reader import Reader
 from asyncrl.weight_sync.vllm_staging import Shadow
+from asyncrl.weight_sync.vllm_thread import staging_executor
 from asyncrl.weight_sync.vllm_update import Update
 
 _NO_UPDATE: dict[str, Any] = {"encoding": "", "num_bytes": 0, "chain_break": "", "digests": [], "seconds": {}}
@@ -73,7 +73,7 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._staged = True
         self._shadow: Shadow | None = None
         self._update: Update | None = None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="asyncrl-weights")
+        self._executor = staging_executor()
         self._run_id: str | None = None
         self._version: int | None = None
         self._digest = ""

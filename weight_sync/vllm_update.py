@@ -39,7 +39,7 @@ class Update:
         self._opened = ExitStack()
         self._version: Version | None = None
         self._content: Plain | Merged = Plain((), lambda entry: torch.empty(0))
-        self._seconds = {"read": 0.0, "load": 0.0}
+        self._seconds = {"read": 0.0, "load": 0.0, "cpu": 0.0}
         self._work: Future[None] | None = None
         self._num_loaded = 0
         self._is_whole = False
@@ -78,7 +78,7 @@ class Update:
         return self._version.digest
 
     def report(self) -> dict[str, Any]:
-        """Return what was read, and how long each part took."""
+        """Return what was read, how long each part took, and the processor's time of the thread beside the model."""
         assert self._version is not None
         return {
             "encoding": self._version.encoding,
@@ -100,7 +100,7 @@ class Update:
             work.result()
 
     def _run(self, num_tensors: int) -> None:
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.thread_time()
         if self._version is None:
             self._content = self._open()
             self._seconds["read"] = time.perf_counter() - started
@@ -117,6 +117,7 @@ class Update:
                 self._shadow.seal()
             self._is_whole = True
         self._seconds["load"] += time.perf_counter() - started
+        self._seconds["cpu"] += time.thread_time() - began
 
     def _open(self) -> Plain | Merged:
         """Read and verify the version, and return what is loaded of it."""

@@ -16,18 +16,23 @@ The report, as `--json` writes it:
 | num_bytes | of one version |
 | copy_seconds | of a plain copy of as many bytes in memory, median, beside the same load; one a round |
 | engines.N.none, .full, .delta | N engines: no syncs, whole versions, deltas |
-| ....tokens_per_second | one a round |
+| ....tokens_per_second, .seconds | one a round; the latter of a window |
 | ....gap_seconds | longest time without a token in each second, above the median one; this is there without syncs too |
 | ....syncs | a list of what each sync took: |
 | ....syncs[].publish_seconds | what the learner gives to it |
 | ....syncs[].pull_seconds | from then until every engine has the version and goes on |
+| ....syncs[].load_cpu_seconds | of a processor, on the thread that loads beside the decode steps; a mean over engines |
 | ....syncs[].pause_seconds | in which the engines were paused; the longest |
 | ....syncs[].gap_seconds | in which no token came, above the median time between two; the longest of the engines |
 | ....syncs[].num_bytes | that the engines read, all together |
 | ....syncs[].changed_share | of the weights' values, between two versions |
+| canary | five of them under load, without syncs: seconds and gap_seconds of each, step_seconds (median decode step) |
 | reload | drain, reload and resume of one engine: save_seconds, drain_seconds, load_seconds, seconds, gap_seconds |
 | ratios.pause_over_copy, .gap_over_copy | one engine, whole versions, medians; the gap less that without syncs |
 | ratios.throughput_full, .throughput_delta | tokens a second of N = 1, with syncs over without |
+| ratios.lost_seconds_full, .lost_seconds_delta | of generation (N = 1), for each sync |
+| ratios.interval_full, .interval_delta | seconds from sync to sync that would leave 0.95 of the throughput, by that |
+| ratios.canary_over_step | time without a token that a canary adds, over a decode step's, medians |
 | ratios.delta_bytes | bytes of a delta over a whole version's |
 | ratios.publish_over_copy | what a sync costs the learner |
 | ratios.pull_of_N_over_one | time of a pull by N engines at once |
@@ -53,10 +58,14 @@ from asyncrl.bench.asked_process import Report
 from asyncrl.bench.goals import Goal
 from asyncrl.bench.weight_sync_scene import Scene, WeightSyncBench, scene
 
+_THROUGHPUT_GOAL = 0.95
+
 GOALS = (
     Goal(name="pause_over_copy", words="pause over a plain copy", limit=2.0, is_least=False),
     Goal(name="gap_over_copy", words="time without a token over a plain copy", limit=2.0, is_least=False),
-    Goal(name="throughput_full", words="throughput with a sync a second over none", limit=0.95, is_least=True),
+    Goal(
+        name="throughput_full", words="throughput with a sync a second over none", limit=_THROUGHPUT_GOAL, is_least=True
+    ),
 )
 
 
@@ -75,6 +84,8 @@ async def _measure(bench: WeightSyncBench, say: Callable[[str], None]) -> Report
             async with scene(bench, count, Path(scratch)) as stage:
                 report["engines"][str(count)] = await _windows(bench, stage, report, where, say)
                 if count == bench.engines[0]:
+                    say("canaries")
+                    report["canary"] = await stage.canaries()
                     say("drain, reload from disk, resume")
                     report["reload"] = await stage.reload()
     ratios = _ratios(bench, report)
@@ -107,6 +118,7 @@ async def _windows(
     return {
         kind: {
             "tokens_per_second": [window["tokens_per_second"] for window in windows],
+            "seconds": [window["seconds"] for window in windows],
             "gap_seconds": [gap for window in windows for gap in window["gap_seconds"]],
             "syncs": [sync for window in windows for sync in window["syncs"]],
         }
@@ -123,10 +135,14 @@ def _ratios(bench: WeightSyncBench, report: Report) -> dict[str, float]:
         "gap_over_copy": gap / copy,
         "throughput_full": _throughput(first, "full"),
         "throughput_delta": _throughput(first, "delta"),
+        "canary_over_step": median(report["canary"]["gap_seconds"]) / report["canary"]["step_seconds"],
         "delta_bytes": _median(first["delta"], "num_bytes") / _median(first["full"], "num_bytes"),
         "publish_over_copy": _median(first["full"], "publish_seconds") / copy,
         "reload_over_gap": report["reload"]["gap_seconds"] / _median(first["full"], "gap_seconds"),
     }
+    for kind in ("full", "delta"):
+        lost = _lost_seconds(first, kind)
+        ratios |= {f"lost_seconds_{kind}": lost, f"interval_{kind}": lost / (1.0 - _THROUGHPUT_GOAL)}
     for count in bench.engines[1:]:
         more = report["engines"][str(count)]
         pulls = [_median(engines["full"], "pull_seconds") for engines in (more, first)]
@@ -143,6 +159,15 @@ def _median(window: Mapping[str, Any], name: str) -> float:
 def _throughput(windows: Mapping[str, Any], kind: str) -> float:
     pairs = zip(windows[kind]["tokens_per_second"], windows["none"]["tokens_per_second"], strict=True)
     return float(median(with_syncs / without for with_syncs, without in pairs))
+
+
+def _lost_seconds(windows: Mapping[str, Any], kind: str) -> float:
+    """Return how many seconds of generation each sync has cost, over all rounds."""
+    rounds = zip(
+        windows[kind]["tokens_per_second"], windows["none"]["tokens_per_second"], windows[kind]["seconds"], strict=True
+    )
+    lost = sum((1.0 - with_syncs / without) * took for with_syncs, without, took in rounds)
+    return float(lost / len(windows[kind]["syncs"]))
 
 
 def tables(report: Report) -> tuple[Table, Table]:
@@ -175,4 +200,12 @@ def tables(report: Report) -> tuple[Table, Table]:
     for goal, words in zip(report["goals"], (goal.words for goal in GOALS), strict=True):
         bound = f"{'>=' if goal['is_least'] else '<='} {goal['limit']:g}"
         promises.add_row(words, f"{goal['value']:.3g}", bound, "yes" if goal["met"] else "NO")
+    first = next(iter(report["engines"].values()))
+    for words, value in (
+        ("seconds of generation that a sync costs", report["ratios"]["lost_seconds_full"]),
+        ("processor seconds of its load", _median(first["full"], "load_cpu_seconds")),
+        (f"seconds between syncs that leave {_THROUGHPUT_GOAL:g}", report["ratios"]["interval_full"]),
+        ("time without a token for a canary, in decode steps", report["ratios"]["canary_over_step"]),
+    ):
+        promises.add_row(words, f"{value:.2g}", "", "")
     return shown, promises

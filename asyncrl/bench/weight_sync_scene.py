@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import httpx
 import trio
 
 from asyncrl.bench.asked_process import AskedProcess, Report, asked_process
 from asyncrl.engine_processes import start_server
-from asyncrl.engines import Draft, EngineSettings, SamplingSettings, VLLMEngine
+from asyncrl.engines import Canary, Draft, EngineSettings, SamplingSettings, VLLMEngine
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import TokenIds
@@ -24,6 +24,8 @@ from asyncrl.weight_sync import manifest_from_json
 _LIMIT_S = 120.0  # of anything here that answers at all
 _SETTLE_S = 0.3  # until a token has come after a sync
 _WARM_UP_S = 3.0
+_CANARIES = 5
+_CANARY = Canary(TokenIds(range(1, 33)))  # as many tokens as a run's; which ones makes no difference to its cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +88,16 @@ class _Probe:
 
     def gap(self, start: float, end: float) -> float:
         """Return the longest time without a token that touches [start, end], above the median one, in seconds."""
-        moments = [*self.moments, trio.current_time()]
-        gaps = [(later - earlier, earlier, later) for earlier, later in itertools.pairwise(moments)]
-        usual = median(gap for gap, _, _ in gaps)
-        return max((gap for gap, earlier, later in gaps if later >= start and earlier <= end), default=0.0) - usual
+        gaps = self._gaps(start, end)
+        return max(gaps, default=0.0) - self.step(0.0, trio.current_time())
+
+    def step(self, start: float, end: float) -> float:
+        """Return the median time between two tokens from `start` to `end`, in seconds: a decode step's."""
+        return median(self._gaps(start, end))
+
+    def _gaps(self, start: float, end: float) -> list[float]:
+        pairs = itertools.pairwise([*self.moments, trio.current_time()])
+        return [later - earlier for earlier, later in pairs if later >= start and earlier <= end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +124,9 @@ class Scene:
                 syncs.append(await sync())
             await trio.sleep_until(now + 1)
             gaps.append(self._gap(now, now + 1))
-        sampled = (self._tokens() - tokens) / (trio.current_time() - began)
-        return {"tokens_per_second": sampled, "gap_seconds": gaps, "syncs": syncs}
+        took = trio.current_time() - began
+        sampled = (self._tokens() - tokens) / took
+        return {"seconds": took, "tokens_per_second": sampled, "gap_seconds": gaps, "syncs": syncs}
 
     async def sync(self, *, delta: bool) -> Report:
         """Publish and pull one version."""
@@ -138,11 +147,25 @@ class Scene:
             "publish_seconds": published["seconds"],
             "changed_share": published["changed_share"],
             "pull_seconds": ended - began,
+            "load_cpu_seconds": fmean(pull.seconds["update.cpu"] for pull in pulls),
             "pause_seconds": max(pull.stall_seconds for pull in pulls),
             "gap_seconds": self._gap(began, ended),
             "num_bytes": sum(pull.num_bytes for pull in pulls),
             "encoding": pulls[-1].encoding,
         }
+
+    async def canaries(self) -> Report:
+        """Ask the first engine for its canary, again and again, as it is asked after a sync."""
+        seconds, gaps, began = [], [], trio.current_time()
+        for _ in range(_CANARIES):
+            await trio.sleep(_SETTLE_S)
+            asked = trio.current_time()
+            await self.engines[0].canary_logprobs()
+            seconds.append(trio.current_time() - asked)
+            await trio.sleep(_SETTLE_S)
+            gaps.append(self.probes[0].gap(asked, asked + seconds[-1]))
+        step = self.probes[0].step(began, trio.current_time())
+        return {"seconds": seconds, "gap_seconds": gaps, "step_seconds": step}
 
     async def reload(self) -> Report:
         """Drain the first engine, let vLLM load a checkpoint from disk, and resume."""
@@ -200,7 +223,13 @@ async def scene(bench: WeightSyncBench, count: int, scratch: Path) -> AsyncItera
                 start_server(settings, index, bench.model, 0, seed=index, log_path=log)
             )
             engine = VLLMEngine(
-                f"engine {index}", server.url, settings, SamplingSettings(), end_token_ids=(), run_id=run_id
+                f"engine {index}",
+                server.url,
+                settings,
+                SamplingSettings(),
+                end_token_ids=(),
+                run_id=run_id,
+                canary=_CANARY,
             )
             engines.append(await stack.enter_async_context(engine))
         for engine in engines:
