@@ -17,6 +17,7 @@ from asyncrl.sandbox.spawn import user
 _REMOVE_TRIES = 500  # a group stays busy for some ms after its last process, longer on a busy machine
 _REMOVE_PAUSE_S = 0.01  # so five seconds in all
 _OUTER_PROCESSES = 4  # bubblewrap and its first process inside, for one command and for the shell
+_MAX_LIMIT = 2**63  # what the kernel counts with
 _OVERLAY_FILES = 8  # an overlay's own directories, and those that a sandbox begins with
 _PLACE = re.compile(r"(/[A-Za-z0-9_.-]+)+")
 _TAKEN = re.compile(r"/(usr|bin|sbin|lib\w*|etc|proc|dev|sys|tmp)(/.*)?")
@@ -108,6 +109,7 @@ class Boxes:
         image: str = "",
     ) -> Box:
         """Return a new sandbox. Raises OSError, RequestError, safe_files.UnsafePathError."""
+        _check_limits(limits)
         below = None if layer is None else self._layer(layer)
         shown = {path: None if place is None else self._layer(place) for path, place in places.items()}
         _check_places([work, *shown])
@@ -285,6 +287,12 @@ class Boxes:
             time.sleep(_REMOVE_PAUSE_S)  # version 1 tells nobody when a group becomes empty
         if self._hierarchy is None or self._hierarchy.remove():
             self._ledger.remove("launcher")
+
+
+def _check_limits(limits: Mapping[str, Any]) -> None:
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_LIMIT:
+            raise RequestError("limits", f"{name} must be a number above 0 and below 2**63, got {value!r} (limits)")
 
 
 def _check_places(places: Collection[str]) -> None:

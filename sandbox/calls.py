@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -50,8 +51,10 @@ class CheckedSandbox(Closable):
         kept_output_bytes: int | None = None,
     ) -> ExecResult:
         """Run one command to its end; several at a time wait for each other."""
-        if not argv or any("\0" in argument for argument in argv):
-            return cannot_run("the command is empty" if not argv else "an argument holds a NUL byte")
+        if not argv:
+            return cannot_run("the command is empty")
+        if reason := next(filter(None, map(_unsendable, argv)), ""):
+            return cannot_run(f"an argument holds {reason}")
         return await self._run_exec(argv, stdin, check_caps(self._limits, wall_s, output_bytes, kept_output_bytes))
 
     async def shell(
@@ -63,8 +66,8 @@ class CheckedSandbox(Closable):
         kept_output_bytes: int | None = None,
     ) -> ExecResult:
         """Run shell text in the sandbox's one persistent shell; several at a time wait for each other."""
-        if "\0" in command:
-            return cannot_run("the command holds a NUL byte")
+        if reason := _unsendable(command):
+            return cannot_run(f"the command holds {reason}")
         return await self._run_shell(command, check_caps(self._limits, wall_s, output_bytes, kept_output_bytes))
 
     @abstractmethod
@@ -72,6 +75,17 @@ class CheckedSandbox(Closable):
 
     @abstractmethod
     async def _run_shell(self, command: str, caps: dict[str, Any]) -> ExecResult: ...
+
+
+def _unsendable(text: str) -> str:
+    """Return what of a text no program can be given; empty for nothing."""
+    if "\0" in text:
+        return "a NUL byte"
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return "half a character (a lone surrogate)"
+    return ""
 
 
 class CalledSandbox(CheckedSandbox):

@@ -35,6 +35,8 @@ def _error(reply: Mapping[str, Any]) -> Exception:
             return SandboxError(f"{NO_NAMESPACES}; the system said: {message}")
         case "unsafe":
             return UnsafeFilesError(message)
+        case "request":
+            return ValueError(message)
         case _:
             return SandboxError(message)
 

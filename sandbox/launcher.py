@@ -125,6 +125,9 @@ class Launcher:
         except OSError as error:
             message = f"{header['op']}: {error.strerror} {error.filename or ''}".rstrip()
             self._reply(request, {"error": "os", "message": message, "errno": error.errno or 0})
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            # a request of another shape than the protocol's: its sender's mistake, and not the end of all sandboxes
+            self._reply(request, {"error": "request", "message": f"{header['op']}: {type(error).__name__}: {error}"})
 
     def _reply(self, request: int, header: dict[str, Any], blobs: tuple[bytes, ...] = ()) -> None:
         self._send(messages.encode({"id": request, **header}, blobs))

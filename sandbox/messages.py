@@ -32,12 +32,17 @@ def frame_bytes(buffer: bytes | bytearray) -> int | None:
 
 
 def decode(frame: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]]:
-    """Return header and byte strings of one whole frame."""
-    text_bytes, _ = PREFIX.unpack_from(frame)
+    """Return header and byte strings of one whole frame. Raises ValueError where it is none."""
+    text_bytes, body_bytes = PREFIX.unpack_from(frame)
     position = PREFIX.size + text_bytes
     header = json.loads(bytes(frame[PREFIX.size : position]))
+    lengths = header.pop("blobs", None) if isinstance(header, dict) else None
+    if not isinstance(lengths, list) or not all(isinstance(length, int) and length >= 0 for length in lengths):
+        raise ValueError("a frame's header must be an object that tells the lengths of its blobs")
+    if sum(lengths) != body_bytes:
+        raise ValueError(f"the blobs of a frame of {body_bytes} bytes are told to have {sum(lengths)}")
     blobs = []
-    for length in header.pop("blobs"):
+    for length in lengths:
         blobs.append(bytes(frame[position : position + length]))
         position += length
     return header, blobs

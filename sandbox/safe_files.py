@@ -24,6 +24,10 @@ _UNSAFE = (errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.EAGAIN)
 def _clean(path: str) -> str:
     if "\0" in path:
         raise UnsafePathError(f"{path!r} holds a NUL byte")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise UnsafePathError(f"{path!r} holds half a character, which no name of a file can") from None
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts:
         raise UnsafePathError(f"{path!r} must be relative and without '..'")

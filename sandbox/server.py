@@ -148,7 +148,7 @@ class SandboxServer:
             return {"error": "config", "message": str(error)}, []
         except OSError as error:
             return {"error": "os", "errno": error.errno or 0, "message": error.strerror or str(error)}, []
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise _RefusedError(400, f"{type(error).__name__}: {error}") from None
 
     async def in_a_place(self, session: _Session, name: str, opening: Callable[[], Awaitable[Sandbox]]) -> _Answer:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -20,7 +23,7 @@ from sandboxes import (
     with_backend,
 )
 
-from asyncrl.errors import SandboxError
+from asyncrl.errors import SandboxError, UnsafeFilesError
 from asyncrl.protocols import Outcome, Sandbox, SandboxBackend
 from asyncrl.sandbox import SANDBOXES
 
@@ -85,6 +88,34 @@ def test_an_agent_that_closes_its_own_directory_is_no_sandbox_that_failed(backen
             await sandbox.shell("(while :; do chmod 000 /task; done) >/dev/null 2>&1 & sleep 0.1")
             for _ in range(5):
                 assert (await sandbox.exec(["true"])).outcome is Outcome.OK
+
+    with_backend(body, tmp_path, backend=backend)
+
+
+def test_what_no_program_and_no_file_can_be_called_is_answered_and_harms_nobody(backend: str, tmp_path: Path) -> None:
+    half = "a\ud800"
+
+    async def body(sandboxes: SandboxBackend) -> None:
+        async with await sandboxes.open({"file": b"kept"}, limits=LIMITS) as sandbox:
+            for bad in (half, "a\0b"):
+                for action in (
+                    partial(sandbox.read, bad),
+                    partial(sandbox.write, bad, b""),
+                    partial(sandbox.walk, bad),
+                ):
+                    with pytest.raises(UnsafeFilesError, match=r"half a character|a NUL byte"):
+                        await action()
+                with pytest.raises(SandboxError):
+                    await sandboxes.prepare({bad: b""})
+                assert (await sandbox.exec(["echo", bad])).exit_code == 126
+                assert (await sandbox.shell(f"echo {bad}")).exit_code == 126
+            for limits in (replace(LIMITS, lifetime_s=math.nan), replace(LIMITS, memory_bytes=2**80)):
+                with pytest.raises(SandboxError, match="must be a number above 0"):
+                    await sandboxes.open({}, limits=limits)
+            odd: Any = 5
+            with pytest.raises((ValueError, TypeError, SandboxError)):
+                await sandbox.read(odd)
+            assert (await shell(sandbox, "cat file"))[2] == b"kept"
 
     with_backend(body, tmp_path, backend=backend)
 

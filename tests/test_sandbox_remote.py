@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from sandboxes import (
 from asyncrl.cli import main
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import Outcome, Sandbox
-from asyncrl.sandbox import SandboxSettings, open_backend
+from asyncrl.sandbox import SandboxSettings, messages, open_backend
 from asyncrl.sandbox.server import SandboxServer
 from asyncrl.serving import listen, serve
 
@@ -111,6 +113,60 @@ def test_nothing_of_a_killed_client_is_left_and_the_server_goes_on(tmp_path: Pat
         trio.run(again)
     assert process.returncode == 0
     assert groups_of(process.pid) == []
+
+
+async def refuse_malformed(client: httpx.AsyncClient, token: dict[str, str]) -> None:
+    """Every request that is not as the protocol has it is refused by itself; the session and its sandboxes go on."""
+    limits = asdict(LIMITS)
+    opening = {"new": "a", "paths": [], "snapshot": None, "places": {}, "work": "/task", "image": "", "limits": limits}
+    caps = {"wall_s": 9.0, "output_bytes": 100, "kept_output_bytes": 100}
+    command = {"sandbox": "a", "argv": ["echo", "hi"], "caps": caps}
+    async with await trio.open_tcp_stream(client.base_url.host, client.base_url.port or 0) as session:
+        request = f"GET /v1/session HTTP/1.1\r\nHost: x\r\nAuthorization: {token['Authorization']}\r\n\r\n"
+        await session.send_all(request.encode())
+        said = b""
+        while not (found := re.search(rb'"session": "(\w+)"', said)):
+            said += await session.receive_some()
+        headers = {**token, "asyncrl-session": found[1].decode()}
+
+        async def post(operation: str, content: bytes) -> httpx.Response:
+            return await client.post(f"/v1/{operation}", content=content, headers=headers)
+
+        opened_one = await post("open", messages.encode({**opening, "paths": ["x"]}, [b"x"]))
+        assert opened_one.status_code == 200, opened_one.text
+        for frame in (b"", b"\xff" * 9, b"abc", messages.PREFIX.pack(2, 0) + b"[]", messages.PREFIX.pack(2, 0) + b"{}"):
+            assert (await post("open", frame)).status_code == 400
+        for operation, header in (
+            ("open", {**opening, "work": 5}),
+            ("open", {**opening, "places": ["/x"]}),
+            ("open", {**opening, "paths": ["a"]}),
+            ("open", {**opening, "limits": {"wall": 3}}),
+            ("exec", command),  # without its input
+            ("exec", {**command, "argv": [1]}),
+            ("read", {"sandbox": "a", "path": 7, "max_bytes": 9}),
+            ("read", {"sandbox": "a", "path": "x", "max_bytes": "x"}),
+            ("read", {"sandbox": ["a"], "path": "x", "max_bytes": 9}),
+            ("walk", {"sandbox": "a", "path": None, "max_entries": 9}),
+        ):
+            answer = await post(operation, messages.encode(header))
+            assert answer.status_code == 400, (operation, header, answer.text)
+        answer = await post("exec", messages.encode(command, [b""]))
+        assert messages.decode(answer.content)[1][0] == b"hi\n"
+
+
+def test_a_malformed_request_is_refused_and_ends_nobodys_sandboxes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as backend, trio.open_nursery() as nursery:
+            listener = listen("127.0.0.1", 0, setting="port")
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            await nursery.start(serve, SandboxServer(backend, token=TOKEN), listener)
+            async with httpx.AsyncClient(base_url=url) as client:
+                await refuse_malformed(client, {"Authorization": f"Bearer {TOKEN}"})
+            nursery.cancel_scope.cancel()
+
+    if reason := cannot_sandbox():
+        pytest.skip(reason)
+    trio.run(main)
 
 
 def test_a_lost_server_fails_its_commands_and_is_used_again_when_it_is_back(tmp_path: Path) -> None:
