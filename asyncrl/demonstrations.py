@@ -7,7 +7,8 @@ A line is one of
 
 Further keys of a line (a name, a source) are left alone. A conversation is rendered as rollouts render theirs: the
 model's chat template around the messages, and each assistant's turn as if it had been sampled, its text followed by the
-end token. These two are trained on; what else the template writes is not.
+end token. These two are trained on; what else the template writes is not, nor is a turn of the assistant's that has
+"weight": 0, such as a mistake whose correction is shown.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _segment(line: bytes, renderer: ChatRenderer, max_tokens: int) -> Segment:
         if not 0 <= token_id < renderer.vocab_size:
             raise ConfigError(f"token {position} has id {token_id}, allowed are 0 to {renderer.vocab_size - 1}")
     if not any(mask):
-        raise ConfigError("no token is trained on: loss_mask is 0 everywhere")
+        raise ConfigError("no token is trained on: loss_mask, or every weight, is 0")
     if mask[0]:
         raise ConfigError("the first token is trained on, but nothing predicts it")
     if len(token_ids) > max_tokens:
@@ -186,7 +187,7 @@ def _conversation(messages: Any, renderer: ChatRenderer) -> tuple[list[int], byt
         if not renderer.end_token_ids.isdisjoint(reply):
             raise ConfigError(f"messages[{place}]: its content holds an end token of the model")
         token_ids += [*context, *reply, renderer.reply_end]
-        mask += bytes(len(context)) + b"\1" * (len(reply) + 1)
+        mask += bytes(len(context)) + bytes([message.get("weight", 1)]) * (len(reply) + 1)
         unanswered = []
     if unanswered:
         raise ConfigError(f"the last message must be the assistant's, found role {messages[-1]['role']!r}")
@@ -194,10 +195,13 @@ def _conversation(messages: Any, renderer: ChatRenderer) -> tuple[list[int], byt
 
 
 def _check_message(message: Any, place: int) -> None:
-    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+    if not isinstance(message, dict) or {*message} - {"weight"} != {"role", "content"}:
         found = sorted(message) if isinstance(message, dict) else type(message).__name__
-        raise ConfigError(f"messages[{place}] must hold role and content and nothing else, found {found}")
+        raise ConfigError(f"messages[{place}] must hold role, content and perhaps weight, found {found}")
     role, content = message["role"], message["content"]
+    weight = message.get("weight", 1)
+    if type(weight) is not int or weight not in (0, 1) or ("weight" in message and role != "assistant"):
+        raise ConfigError(f"messages[{place}]: weight must be 0 or 1, of the assistant's alone, found {weight!r}")
     if role not in ROLES:
         raise ConfigError(f"messages[{place}]: role must be one of {', '.join(ROLES)}, found {role!r}")
     if not isinstance(content, str) or (role == "assistant" and not content):

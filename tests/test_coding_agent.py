@@ -612,6 +612,31 @@ def test_demonstrations_are_episodes_that_solve_their_tasks(
     with_backend(use, tmp_path)
 
 
+def test_every_other_demonstration_shows_a_mistake_without_weight_where_it_can_be_seen(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    async def use(backend: SandboxBackend) -> None:
+        options = {"tasks": "templates", "check_command": "python3 examples.py"}
+        for check, mistakes in (
+            ("python3 examples.py", [False, True, False, True]),
+            ("true", [False] * 4),  # it would show no mistake
+            ("", [False] * 4),
+        ):
+            environment = environment_of(backend, renderer, **{**options, "check_command": check})
+            shown = await first(environment.demonstrations(), 4)
+            assert [any(message.get("weight") == 0 for message in one) for one in shown] == mistakes
+            for one, has_mistake in zip(shown, mistakes, strict=True):
+                said = [message for message in one if message["role"] == "assistant"]
+                assert [message.get("weight", 1) for message in said] == [0] * has_mistake + [1, 1]
+                if has_mistake:
+                    (before, after) = (one[place]["content"] for place in (3, 5))
+                    assert "exit code 1" in before
+                    assert after.endswith("exit code 0\nthe examples pass\n")
+            await environment.aclose()
+
+    with_backend(use, tmp_path)
+
+
 def test_demonstrations_are_rendered_as_episodes_are(tmp_path: Path) -> None:
     model = write_chat_files(tmp_path / "model", template=None)
     path = tmp_path / "demonstrations.jsonl"

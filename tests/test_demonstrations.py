@@ -46,6 +46,14 @@ def test_the_assistants_turns_and_their_end_tokens_are_trained_on_and_nothing_el
     )
 
 
+def test_a_turn_without_weight_is_read_and_not_trained_on(renderer: ChatRenderer, tmp_path: Path) -> None:
+    messages = [USER, {"role": "assistant", "content": "Ho?", "weight": 0}, USER, {**REPLY, "weight": 1}]
+    file = write(tmp_path / "d.jsonl", {"messages": messages})
+    (segment,) = read_demonstrations(file, renderer, max_tokens=200).segments
+    assert trained(segment) == [*renderer.encode("Yo!"), END]
+    assert "<|assistant|>Ho?</s>" in renderer.decode(segment.token_ids, keep_special=True)
+
+
 def test_a_conversation_has_the_tokens_of_a_rollout_that_said_the_same(renderer: ChatRenderer, tmp_path: Path) -> None:
     file = write(tmp_path / "d.jsonl", {"messages": [USER, REPLY, USER, REPLY]})
     (segment,) = read_demonstrations(file, renderer, max_tokens=200).segments
@@ -74,11 +82,15 @@ def test_token_ids_are_taken_as_they_are(renderer: ChatRenderer, tmp_path: Path)
         ({"token_ids": [1, 2]}, "loss_mask is missing"),
         ({"loss_mask": [0, 1]}, "token_ids is missing"),
         ({"messages": []}, "messages must be a list with something in it"),
-        ({"messages": [USER, "Yo"]}, "messages[1] must hold role and content and nothing else, found str"),
-        ({"messages": [{**USER, "tool_calls": []}, REPLY]}, "nothing else, found ['content', 'role', 'tool_calls']"),
+        ({"messages": [USER, "Yo"]}, "messages[1] must hold role, content and perhaps weight, found str"),
+        ({"messages": [{**USER, "tool_calls": []}, REPLY]}, "perhaps weight, found ['content', 'role', 'tool_calls']"),
         ({"messages": [USER, {"role": "bot", "content": "Yo"}]}, "messages[1]: role must be one of system, user"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1]: content must be text, found ''"),
         ({"messages": [{"role": "user", "content": 3}, REPLY]}, "messages[0]: content must be text, found 3"),
+        ({"messages": [USER, {**REPLY, "weight": 2}]}, "messages[1]: weight must be 0 or 1, of the assistant's alone"),
+        ({"messages": [USER, {**REPLY, "weight": True}]}, "messages[1]: weight must be 0 or 1"),
+        ({"messages": [{**USER, "weight": 0}, REPLY]}, "messages[0]: weight must be 0 or 1, of the assistant's"),
+        ({"messages": [USER, {**REPLY, "weight": 0}]}, "no token is trained on"),
         ({"messages": [USER]}, "the last message must be the assistant's, found role 'user'"),
         ({"messages": [REPLY]}, "messages[0]: the assistant speaks where nobody has spoken to it"),
         ({"messages": [USER, REPLY, REPLY]}, "messages[2]: the assistant speaks where nobody"),

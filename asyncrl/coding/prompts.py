@@ -38,6 +38,21 @@ def answered(answers: Sequence[str], form: CallFormat, *, by_template: bool, the
     return [{"role": "user", "content": "\n".join([*answers, *([then] if then else [])])}]
 
 
+def mistaken(task: CodingTask, calls: Sequence[ToolCall]) -> list[ToolCall]:
+    """Return the calls that write what `calls` solve as the task has it: an attempt that changes nothing.
+
+    None where the task has a file otherwise, or not at all.
+    """
+    contents = {call.arguments["path"]: task.files.get(call.arguments["path"]) for call in calls}
+    try:
+        texts = {path: data.decode() for path, data in contents.items() if data is not None}
+    except UnicodeDecodeError:
+        return []
+    if len(texts) < len(contents):
+        return []
+    return [ToolCall(name="write", arguments={"path": path, "content": text}) for path, text in texts.items()]
+
+
 def solving(step: TaskStep) -> list[ToolCall]:
     """Return the calls that solve a step; none where its reference is no text files."""
     if step.reference is None or step.reference.script:

@@ -61,10 +61,10 @@ class Work:
             self.behaviour[seen.value] = self.behaviour.get(seen.value, 0) + 1
         return result
 
-    async def run(self, command: str) -> str:
-        """Return what the agent would be shown of a command that is not its own. Raises: SandboxError."""
+    async def run(self, command: str) -> ToolResult:
+        """Run a command that is not the agent's own, as one of its own would be. Raises: SandboxError."""
         call = ToolCall(name="run", arguments={"command": command})
-        return (await self.user.use(call, wall_s=self.wall_s)).shown
+        return await self.user.use(call, wall_s=self.wall_s)
 
     async def judge(self, grader: Grader, *, retries: int) -> None:
         """Add the verdict on the present step; a judge's sandbox that failed is replaced `retries` times.

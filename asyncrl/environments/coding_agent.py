@@ -29,7 +29,7 @@ from asyncrl.coding.evidence import KEY as EVIDENCE
 from asyncrl.coding.evidence import Trail
 from asyncrl.coding.grading import Grader
 from asyncrl.coding.places import begin_step
-from asyncrl.coding.prompts import answered, asked, solving
+from asyncrl.coding.prompts import answered, asked, mistaken, solving
 from asyncrl.coding.rewards import Conduct, pay
 from asyncrl.coding.shelf import Shelf
 from asyncrl.coding.tasks import CodingTask, TaskSet
@@ -184,7 +184,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             answers.append(result.shown)
             changed |= result.done and call.name in CHANGING
         if changed and self.settings.check_command:
-            answers.append(await work.run(self.settings.check_command))
+            answers.append((await work.run(self.settings.check_command)).shown)
         limit = work.step.agent_timeout_s
         if limit is not None and trio.current_time() >= work.began + limit:
             return await self._end_step(work, answers)
@@ -247,21 +247,32 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
             raise EnvironmentFault(f"{episode.task.task_id} has no reference that is files, which could be told")
         return "\n".join(["This is correct:", *(write_call(call, self.settings.calls) for call in calls)])
 
+    async def _check_fails(self, work: Work) -> bool:
+        if not self.settings.check_command:
+            return False
+        command = (await work.run(self.settings.check_command)).command
+        return command is not None and command.exit_code != 0
+
     async def demonstrations(self) -> AsyncIterator[Sequence[Message]]:
         """Yield a conversation for each training task that says in files what solves it: written, then submitted.
 
-        The answers are what the sandbox really says. Raises: SandboxError, EnvironmentFault.
+        Where a check is made after changes, every other one begins with an attempt that fails it, which has no weight:
+        what comes after it is shown, and not the mistake. The answers are what the sandbox really says.
+        Raises: SandboxError, EnvironmentFault.
         """
-        for task in self._named(self._set.training_ids(0)):
-            calls = solving(self._shelf.task(task.task_id).steps[0])
+        for number, task in enumerate(self._named(self._set.training_ids(0))):
+            work_on = self._shelf.task(task.task_id)
+            calls = solving(work_on.steps[0])
             if not calls:
                 continue
             episode = Episode(trajectory_id="demonstration", task=task)
             async with self.holding(episode):
+                errs = number % 2 and await self._check_fails(episode.notes["work"])
+                first = mistaken(work_on, calls) if errs else []
                 messages = [*self.start(episode)]
-                for call in calls:
-                    said = write_call(call, self.settings.calls)
-                    outcome = await self.step(episode, said)
-                    messages += [{"role": "assistant", "content": said}, *outcome.messages]
+                for place, call in enumerate([*first, *calls]):
+                    reply: Message = {"role": "assistant", "content": write_call(call, self.settings.calls)}
+                    outcome = await self.step(episode, reply["content"])
+                    messages += [{**reply, "weight": 0} if place < len(first) else reply, *outcome.messages]
                 submit = write_call(ToolCall(name="submit"), self.settings.calls)
                 yield [*messages, {"role": "assistant", "content": submit}]
