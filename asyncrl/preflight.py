@@ -35,7 +35,7 @@ def preflight(config: Config) -> None:
         if settings.source == "model":
             check_model(settings.path, f"[{section}]")
             check_same_vocabulary(config.model.path, settings.path, f"[{section}]")
-    _check_engine(config)
+    check_engine(config)
     _check_port(config.gateway.host, config.gateway.port, "[gateway]")
     _check_shared_memory(config)
     trio.run(_check_environment, config)
@@ -79,7 +79,7 @@ def check_model(path: Path, section: str = "[model]") -> None:
         raise ConfigError(f"path: {path} holds no weights: no *.safetensors file ({section})")
 
 
-def _check_engine(config: Config) -> None:
+def check_engine(config: Config) -> None:
     if config.engine.urls or not config.samples:
         return
     if importlib.util.find_spec("vllm") is None:

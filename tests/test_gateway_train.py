@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from tiny_model import build_tiny_model
 
@@ -97,3 +99,57 @@ def test_an_unmodified_agent_is_trained_for_two_steps(tmp_path: Path) -> None:
     # both turns of an episode are one segment, trained on as they were sampled
     assert abs(steps[0]["importance_ratio_max"] - 1.0) < 0.02
     assert summary["tokens_trained"] == sum(step["tokens_trained"] for step in steps) > 0
+
+
+def test_a_model_is_served_without_a_run_and_its_sessions_become_trajectories(tmp_path: Path) -> None:
+    config, access, done = tmp_path / "serve.toml", tmp_path / "access.json", tmp_path / "done.jsonl"
+    config.write_text(
+        CONFIG.format(
+            directory=tmp_path / "unused",
+            model=build_tiny_model(tmp_path / "model"),
+            python=sys.executable,
+            agent="unused",
+            tasks="unused",
+        ).replace('name = "agent"\n\n[environment.options]', 'name = "bugfix"\n\n[unused]')
+    )
+    text = config.read_text()
+    config.write_text(text[: text.index("[unused]")] + text[text.index("[buffer]") :])
+    server = subprocess.Popen(
+        [
+            *f"{sys.executable} -m asyncrl serve gateway --set engine.max_model_len=1024".split(),
+            config,
+            "--access-file",
+            access,
+            "--trajectories",
+            done,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert server.stdout is not None
+    with server.stdout:
+        try:
+            said = ""
+            while "serving" not in said:
+                line = server.stdout.readline()
+                assert line, said
+                said += line
+            assert access.stat().st_mode & 0o777 == 0o600
+            known = json.loads(access.read_text())
+            headers = {"authorization": f"Bearer {known['token']}"}
+            with httpx.Client(base_url=known["url"], headers=headers, trust_env=False, timeout=60) as client:
+                session = client.post("/sessions", json={"task_id": "a"}).json()
+                own = {"authorization": f"Bearer {session['token']}"}
+                body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+                reply = client.post(f"{session['base_url']}/chat/completions", json=body, headers=own)
+                assert (reply.status_code, reply.headers["asyncrl-version"]) == (200, "0")
+                assert client.get("/engines").json()["engines"][0]["health"] == "serving"
+                client.post(f"/sessions/{session['session_id']}/close", json={"reward": 1.0})
+            (trajectory,) = map(json.loads, done.read_text().splitlines())
+            assert (trajectory["task_id"], trajectory["reward"]) == ("a", 1.0)
+            assert sum(trajectory["segments"][0]["loss_mask"]) == reply.json()["usage"]["completion_tokens"]
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+    assert not access.exists()

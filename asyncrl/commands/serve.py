@@ -4,6 +4,7 @@
   asyncrl serve environment bugfix --token-file token --host 0.0.0.0 --port 8795
   asyncrl serve atropos --directory queue
   asyncrl serve atropos-environment configs/demo.toml --to http://127.0.0.1:8000
+  asyncrl serve gateway configs/demo.toml --access-file access.json --trajectories done.jsonl
 
 `environment` plays an environment for runs whose [environment] has name = "served", this machine's address in `urls`
 and the same token: its dependencies are needed here alone. Each run brings its options and its tokenizer. The protocol
@@ -12,22 +13,24 @@ is not encrypted: on a network that others can listen to, put it into a tunnel.
 `atropos` is the server between environments and a trainer of Atropos; it asks nobody for a key: the contract has none.
 `atropos-environment` plays a configuration's environment for such a trainer.
 
-Both listen on this machine alone unless --host says otherwise.
+`gateway` serves a model to agents that ask over HTTP, without a run; see asyncrl/gateway/GATEWAY.md.
+
+All listen on this machine alone unless --host, or host in [gateway], says otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from asyncrl.commands import serve_atropos, serve_atropos_environment, serve_environment
+from asyncrl.commands import serve_atropos, serve_atropos_environment, serve_environment, serve_gateway
 
-HELP = "serve an environment to runs elsewhere, or Atropos environments and trainers"
+HELP = "serve an environment to runs elsewhere, Atropos environments and trainers, or agents"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     services = parser.add_subparsers(title="services", metavar="SERVICE", required=True)
-    for service in (serve_environment, serve_atropos, serve_atropos_environment):
+    for service in (serve_environment, serve_atropos, serve_atropos_environment, serve_gateway):
         service.add_service(services)
 
 
