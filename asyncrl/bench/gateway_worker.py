@@ -12,7 +12,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -85,20 +85,21 @@ class FakeVLLM:
 
     async def _generate(self, request: Request) -> Answer:
         await _body(request)
-        if self.delay_s:
-            await trio.sleep(self.delay_s)
         self._number += 1
         text = f"{self._number} ".encode().ljust(REPLY_TOKENS - 1, b"x")
-        return event_stream(_events([*text, _END]))
+        return event_stream(_events([*text, _END], trio.current_time(), self.delay_s))
 
 
-def _events(ids: list[int]) -> Iterator[bytes]:
+async def _events(ids: list[int], began: float, seconds: float) -> AsyncIterator[bytes]:
+    """Yield a token and then so many each, as they would have been sampled, the last ones after `seconds`."""
     cuts = [0, *range(1, len(ids), _INTERVAL), len(ids)]
     for start, end in pairwise(cuts):
         entries = [{"token_id": token_id, "logprob": -0.5} for token_id in ids[start:end]]
         choice: dict[str, Any] = {"index": 0, "token_ids": ids[start:end], "logprobs": {"content": entries}}
         choice["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
         choice["finish_reason"] = "stop" if end == len(ids) else None
+        if seconds:
+            await trio.sleep_until(began + seconds * end / len(ids))
         yield event({"choices": [choice]})
     yield b"data: [DONE]\n\n"
 
@@ -140,6 +141,7 @@ async def _serve_gateway(engine_url: str, *, task_status: trio.TaskStatus[str]) 
         # a first prompt: what is imported and compiled late is not a session's memory
         gateway.model.renderer.start([{"role": "user", "content": "x"}])
         await pool.sample(TokenIds([1]), max_tokens=REPLY_TOKENS, trajectory_id="first")
+        gc.freeze()  # as a run does
         task_status.started(json.dumps({"url": gateway.url, "token": gateway.token}))
 
 

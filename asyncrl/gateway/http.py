@@ -7,7 +7,7 @@ or unpacked is what frameworks leave out.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -31,8 +31,8 @@ class Refused(Exception):  # noqa: N818  (it is the request that is at fault)
 class Answer:
     """An answer to a request."""
 
-    body: bytes | Iterable[bytes]
-    """Whole, or the parts of an event stream."""
+    body: bytes | Iterable[bytes] | AsyncIterable[bytes]
+    """Whole, or the parts of an event stream, which may take their time."""
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | N
     return Answer(body=msgspec.json.encode(value), status=status, headers=headers or {})
 
 
-def event_stream(events: Iterable[bytes], *, headers: Mapping[str, str] | None = None) -> Answer:
+def event_stream(events: Iterable[bytes] | AsyncIterable[bytes], *, headers: Mapping[str, str] | None = None) -> Answer:
     """Return a stream of server-sent events, each a part of its own."""
     return Answer(
         body=events, content_type="text/event-stream", headers={"cache-control": "no-cache", **(headers or {})}

@@ -100,6 +100,11 @@ class ServedModel:
             )
         limit = min(room, wanted.max_tokens or self.settings.max_tokens or room)
         session.ignored.update(wanted.ignored)
+        if not prompt:
+            raise Refused(400, "the prompt is empty")
+        if wanted.n == 1:  # as nearly all are
+            only = await session.sample(prompt, max_tokens=limit, stop_token_ids=wanted.stop_token_ids)
+            return [choice_of(only, wanted, self.renderer)]
         found: dict[int, Completion] = {}
         refused: list[Refused] = []
 
@@ -110,8 +115,6 @@ class ServedModel:
                 refused.append(error)
                 nursery.cancel_scope.cancel()
 
-        if not prompt:
-            raise Refused(400, "the prompt is empty")
         async with trio.open_nursery() as nursery:
             for index in range(wanted.n):
                 nursery.start_soon(one, index)

@@ -15,6 +15,7 @@ A session that is not closed by its deadline ends there: its trajectory is maske
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable
@@ -56,13 +57,19 @@ class Operating:
         self._make_engine = make_engine
         self._on_trajectory = on_trajectory
         self._open: dict[str, Session] = {}
-        self._nursery: trio.Nursery | None = None
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap: when which session ends. One that was closed stays until then; a task for each would hold more."""
+        self._opened = trio.Event()
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """End sessions at their deadline, until cancelled."""
-        async with trio.open_nursery() as self._nursery:
-            task_status.started()
-            await trio.sleep_forever()
+        task_status.started()
+        while True:
+            with trio.move_on_at(self._deadlines[0][0] if self._deadlines else math.inf):
+                await self._opened.wait()
+                self._opened = trio.Event()
+            while self._deadlines and self._deadlines[0][0] <= trio.current_time():
+                self._expire(heapq.heappop(self._deadlines)[1])
 
     def routes(self) -> list[Route]:
         """Return the operator's routes."""
@@ -95,7 +102,6 @@ class Operating:
 
     async def _open_session(self, request: Request) -> Answer:
         fields = await self._gateway.fields(request)
-        assert self._nursery is not None, "serve must run"
         assert self._sampler is not None
         deadline_s = fields.number("deadline_s", 3600.0)
         assert deadline_s is not None
@@ -107,13 +113,13 @@ class Operating:
         )
         session.trajectory_id = session.trajectory_id or session.session_id
         self._open[session.session_id] = session
-        self._nursery.start_soon(self._expire, session)
+        heapq.heappush(self._deadlines, (session.deadline, session.session_id))
+        self._opened.set()
         body = {"session_id": session.session_id, "url": session.url, "base_url": session.base_url}
         return json_answer({**body, "token": session.token, "trajectory_id": session.trajectory_id})
 
-    async def _expire(self, session: Session) -> None:
-        await trio.sleep_until(session.deadline)
-        if session.session_id in self._open:
+    def _expire(self, session_id: str) -> None:
+        if (session := self._open.get(session_id)) is not None:
             why = f"nobody closed the session within its deadline of {session.deadline_s:g} s"
             self._end(session, session.fail(TrajectoryStatus.FAILED_DEADLINE, why))
 

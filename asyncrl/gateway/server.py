@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 
 import h11
 import trio
@@ -138,19 +138,17 @@ class _Connection:
             with contextlib.suppress(h11.RemoteProtocolError):
                 self._h11.next_event()  # the end of a request without a body, which nobody has read
         headers = {"content-type": answer.content_type, **answer.headers}
-        whole = isinstance(answer.body, bytes)
         if isinstance(answer.body, bytes):
             headers["content-length"] = str(len(answer.body))
         if self._h11.their_state is not h11.DONE:
             headers["connection"] = "close"
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         head = self._h11.send(h11.Response(status_code=answer.status, headers=pairs)) or b""
-        parts = [answer.body] if isinstance(answer.body, bytes) else answer.body
-        if whole:
-            await self._send_all(head + b"".join(self._h11.send(h11.Data(data=part)) or b"" for part in parts))
+        if isinstance(answer.body, bytes):
+            await self._send_all(head + (self._h11.send(h11.Data(data=answer.body)) or b""))
         else:
             await self._send_all(head)
-            for part in parts:
+            async for part in _each(answer.body):
                 await self._send_all(self._h11.send(h11.Data(data=part)))
         await self._send_all(self._h11.send(h11.EndOfMessage()))
 
@@ -172,3 +170,12 @@ class _Connection:
             while await self._stream.receive_some(_PIECE):
                 pass
         return False
+
+
+async def _each(parts: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    if isinstance(parts, AsyncIterable):
+        async for part in parts:
+            yield part
+    else:
+        for part in parts:
+            yield part
