@@ -18,7 +18,8 @@ import httpx
 import pytest
 from tiny_model import build_tiny_model
 
-from asyncrl.recording import read_metrics
+from asyncrl import cli
+from asyncrl.recording import read_metrics, read_spikes, read_tokens
 from asyncrl.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -213,7 +214,27 @@ def test_a_run_trains_measures_checkpoints_and_goes_on_until_its_tasks_end(
     assert [step["step"] for step in read_metrics(directory)] == [1, 2, 3, 4, 5]
     assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["step-4", "step-5"]
     _check_model_loads(directory.checkpoints / "step-5" / "model")
+    _check_what_is_shown(directory)
     _check_nothing_left(directory, before)
+
+
+def _check_what_is_shown(directory: RunDirectory) -> None:
+    """Fail unless the run tells of its tokens and of its times, and both commands make something of it."""
+    lines = read_spikes(directory)
+    assert [line["step"] for line in lines] == [line["step"] for line in read_tokens(directory)] == [1, 2, 3, 4, 5]
+    tokens = [token for line in lines for token in line["tokens"]]
+    assert {(token["engine"], token["environment"]) for token in tokens} == {("engine 0", "parity")}
+    assert {token["finish_reason"] for token in tokens} <= {"stop", "length"}
+    assert cli.main(["trace", str(directory.path)]) == 0
+    trace = json.loads((directory.path / "trace.json").read_text())["traceEvents"]
+    kinds = {event["cat"] for event in trace if event["ph"] == "X"}
+    assert {"learner", "weight syncs", "groups", "episodes"} <= kinds
+    steps = [event["name"] for event in trace if event["name"].startswith("step ")]
+    assert steps == ["step 1", "step 2", "step 3", "step 4", "step 5"]
+    assert cli.main(["report", str(directory.path)]) == 0
+    page = (directory.path / "report.html").read_text(encoding="utf-8")
+    assert 'id="figure-ratio"' in page
+    assert "What to know about these figures" not in page
 
 
 def _check_model_loads(path: Path) -> None:
@@ -266,7 +287,9 @@ def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing(config: Path, directo
 
 def _check_scrape(lines: Sequence[str]) -> None:
     (line,) = (line for line in lines if line.startswith("Prometheus metrics at "))
-    text = httpx.get(line.split()[-1]).text
+    address = line.split()[-1]
+    assert "gate " in httpx.get(address.removesuffix("metrics")).text, "the run as a page"
+    text = httpx.get(address).text
     values: dict[str, Any] = {}
     for sample in text.splitlines():
         if not sample.startswith("#"):
