@@ -31,7 +31,11 @@ class Action(StrEnum):
 
 
 class Controller(StrEnum):
-    """What is lowered while the effective sample size is below `ess_target`, and raised again after."""
+    """What is lowered while the effective sample size is below `ess_target`, and raised again after.
+
+    In a simulation (tests/test_controller.py) both win back part of what too large a learning rate costs an unclipped
+    loss, and none does anything at the right one; with a clipped loss fewer stale tokens cost more than they bring.
+    """
 
     OFF = "off"
     LEARNING_RATE = "learning_rate"
