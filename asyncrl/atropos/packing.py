@@ -21,9 +21,9 @@ def choose_batch(
 ) -> list[int] | None:
     """Return the places of the groups that make a batch, the oldest first; None while there are too few.
 
-    A batch has exactly `batch_size` sequences where some choice has, among the oldest 256 groups, and else the most
-    below it: once so many wait, a batch is always made, and it holds the oldest group. Of such choices it is the one
-    with the oldest groups. No group is larger than a batch.
+    A batch holds the oldest group, so that none waits for ever, and no group is larger than a batch. With it go those
+    of the next 256 that fill the batch to exactly `batch_size` sequences where some choice does, and else to the most
+    below it; of such choices, the one with the oldest groups. Once so many wait, a batch is always made.
 
     `minima`: env_id -> share of the batch that is the environment's. Each of them has at least one group in it, or the
     batch waits; beyond that it takes up to its share before the others' turn.
