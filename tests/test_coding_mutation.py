@@ -28,7 +28,9 @@ ROWS = [
         "task_id": "HumanEval/0",
         "prompt": "def count_down(n):\n    '''Return [n, ..., 1].'''\n",
         "entry_point": "count_down",
-        "canonical_solution": "    all = []\n    while n > 0:\n        all.append(n)\n        n -= 1\n    return all\n",
+        "canonical_solution": (
+            "    spare = 3\n    all = []\n    while n > 0:\n        all.append(n)\n        n -= 1\n    return all\n"
+        ),
         "test": "def check(candidate):\n    assert candidate(2) == [2, 1]\n    assert candidate(0) == []\n",
     },
     {
@@ -77,11 +79,12 @@ def prove(functions: Sequence[TestedFunction], directory: Path, most: int) -> li
 @needs_sandboxes
 def test_mutants_that_end_and_that_a_check_sees_are_kept(tmp_path: Path) -> None:
     functions = read_human_eval_file(human_eval_file(tmp_path))
-    count_down, half = prove(functions, tmp_path, 4)
+    count_down, half = prove(functions, tmp_path, 6)
     assert count_down.by_calls
-    assert len(count_down.mutants) == 4
+    assert len(count_down.mutants) == 6
     assert all(0 < failed <= 2 for failed in count_down.mutants.values())
     assert count_down.dropped["does not end"] >= 1
+    assert count_down.dropped["no check fails"] >= 1  # what becomes of `spare` is nobody's business
     texts = [one.source for one in mutants(functions[0].source, "count_down")]
     endless = next(number for number, text in enumerate(texts) if "n -= 1" not in text and "pass" in text)
     assert str(endless) not in count_down.mutants
