@@ -235,3 +235,10 @@ def test_the_folders_beside_asyncrl_are_flat() -> None:
         if within(module, tuple(f"asyncrl.{f}" for f in FOLDERS)) and module.count(".") > 2
     ]
     assert_none(nested)
+
+
+def test_the_top_level_is_the_layout_and_nothing_else() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = {"asyncrl", "buffers", "sandbox", "weight_sync", "losses", "configs", "tests", ".ci"}
+    files = {"pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", ".gitignore"}
+    assert {path.split("/")[0] for path in tracked.splitlines()} == folders | files
