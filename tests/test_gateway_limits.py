@@ -18,6 +18,7 @@ from gateway_rig import Rig, user
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Gateway, GatewaySettings
 from asyncrl.gateway.admission import CacheUse
+from asyncrl.gateway.http import Refused, _Unpacker
 from asyncrl.serving import listen
 
 SMALL = GatewaySettings(max_body_mib=0.01)
@@ -68,6 +69,13 @@ def test_a_gzip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
         assert reply.status_code == 413
 
     gateway_rig.run(tmp_path, body, settings=GatewaySettings(max_body_mib=1))
+
+
+def test_a_gzip_bomb_is_never_held_unpacked() -> None:
+    unpacker = _Unpacker("gzip", 1000)
+    with pytest.raises(Refused, match="may have 1000 bytes"):
+        unpacker.add(gzip.compress(b" " * MIB))
+    assert len(unpacker._body) == 1001
 
 
 def test_gzip_is_read_and_what_is_none_is_refused(tmp_path: Path) -> None:
