@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -223,12 +224,13 @@ def test_each_limit_ends_the_episode_which_is_graded_as_it_stands(renderer: Chat
 def test_a_command_in_the_middle_of_which_the_time_is_over_leaves_its_files_to_be_graded(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
+    asleep = f"{10**9 + os.getpid()}"  # seconds; no other test's command has this one's
     (played,) = play(
-        renderer, tmp_path, [FIX, run("sleep 987654321; rm double.py")], task="hurried", episode_timeout_s=600
+        renderer, tmp_path, [FIX, run(f"sleep {asleep}; rm double.py")], task="hurried", episode_timeout_s=600
     )
     assert played.trajectory.status is TrajectoryStatus.TIMED_OUT
     assert (played.trajectory.reward, played.trajectory.num_turns) == (1.0, 2)
-    assert processes_with("987654321") == []
+    assert processes_with(asleep) == []
 
 
 def test_a_command_has_the_shorter_of_its_two_limits(renderer: ChatRenderer, tmp_path: Path) -> None:
