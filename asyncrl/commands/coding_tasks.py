@@ -54,11 +54,30 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_one_source(arguments: argparse.Namespace) -> None:
-    """Put right what was read as the configuration and is the task. Raises: ConfigError unless there is one source."""
-    if arguments.tasks is not None and arguments.task is None and arguments.config is not None:
+    """Put right what was read as the configuration and is the task. Raises: ConfigError unless there is one source.
+
+    A task alone is a directory in Harbor's form, or an id that begins with the name of its set.
+    """
+    alone = arguments.task is None and arguments.config is not None and arguments.config.suffix != ".toml"
+    if alone:
         arguments.config, arguments.task = None, str(arguments.config)
+    if arguments.tasks is None and arguments.config is None and arguments.task is not None:
+        arguments.tasks, arguments.task = _set_of(arguments.task)
     if (arguments.config is None) == (arguments.tasks is None):
         raise ConfigError("name either a configuration or --tasks NAME[:PATH], not both and not neither")
+
+
+def _set_of(task: str) -> tuple[str, str]:
+    """Return the set, as `--tasks` takes it, and the id of a task that is named alone. Raises: ConfigError."""
+    if Path(task).is_dir():
+        return f"harbor:{task}", f"harbor/{Path(task).resolve().name}"
+    name = task.partition("/")[0]
+    if name not in TASK_SETS:
+        raise ConfigError(
+            f"{task!r} alone is no task: give a task's directory, an id that begins with the name of its set "
+            f"({', '.join(TASK_SETS)}), or a configuration or --tasks NAME[:PATH] before it"
+        )
+    return name, task
 
 
 def named_set(spec: str, overrides: list[str]) -> tuple[TaskSet, SandboxSettings]:

@@ -4,6 +4,8 @@
   asyncrl environments show configs/demo.toml [TASK]
   asyncrl environments show --tasks harbor:my_tasks [TASK]
   asyncrl environments run --tasks harbor:my_tasks TASK --solution
+  asyncrl environments run my_tasks/greet --solution
+  asyncrl environments run templates/add-0-0
   asyncrl environments mutate --set tasks.path=my_package --set tasks.tests=tests
   asyncrl environments validate configs/demo.toml --keep verdicts.jsonl
   asyncrl environments audit runs/demo-1 --verdicts verdicts.jsonl
@@ -83,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     showing.set_defaults(command=_show)
     running = verbs.add_parser("run", help="grade one coding task as it stands, or with its reference")
     add_task_arguments(running)
-    running.add_argument("task", metavar="TASK", help="a task id")
+    running.add_argument("task", metavar="TASK", help="a task id, or a task's directory")
     running.add_argument("--solution", action="store_true", help="apply the task's reference first")
     running.add_argument("--json", action="store_true", help="print JSON, for programs")
     running.set_defaults(command=_run)
