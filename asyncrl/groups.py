@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import trio
@@ -157,9 +157,8 @@ class GroupRollouts:
             self._ledger.retry(group_id, failed)
             self._status.episodes_retried += len(failed)
 
-        asked: set[str] = set()
         sampler = JournalledSampler(
-            WatchedSampler(self._counting(group_id, asked), running), self._journal, group_id, kept=work
+            WatchedSampler(self._counting(group_id), running), self._journal, group_id, kept=work
         )
         with self._idle.group():
             trajectories = await self._collector.collect(
@@ -179,20 +178,17 @@ class GroupRollouts:
             admitted_version=version,
         )
         sampler.finish_nowait(group)
-        await self._finish(group, asked)
+        await self._finish(group)
 
-    async def _finish(self, group: Group, asked: Set[str]) -> None:
-        """Note a finished group; hand it in, or free its slot, once the journal has it.
-
-        `asked` are the trajectories whose tokens were asked for here.
-        """
+    async def _finish(self, group: Group) -> None:
+        """Note a finished group; hand it in, or free its slot, once the journal has it."""
         self._ledger.finish(group)
         self._status.count_group(group)
         self._status.select(Stage.GENERATED, group.trajectories, self._status.version)
         self._on_group(group)
         if isinstance(self._environment, LearnsFromGroups):
             self._environment.observe(group.task, group.trajectories)
-        reason = self._reason_to_drop(group, asked)
+        reason = self._reason_to_drop(group)
         if reason:
             self._status.groups_dropped[reason] += 1
             self._status.select(Stage.DROPPED, group.trajectories, self._status.version)
@@ -207,28 +203,20 @@ class GroupRollouts:
         else:
             self._buffer.put(group)
 
-    def _reason_to_drop(self, group: Group, asked: Set[str]) -> str | None:
+    def _reason_to_drop(self, group: Group) -> str | None:
         """Return why a finished group will not be trained on; None where it will."""
         reason = self._failure_of(group)
         if reason:
             self._count_failed(group, reason)
             return reason
         self._failed_in_a_row = 0
-        if self._brought_too_old(group, asked):
-            return SAMPLED_BEFORE
+        oldest = group.oldest_version
+        if oldest is not None and oldest < self._buffer.sampled_since(group.group_id):
+            return SAMPLED_BEFORE  # by an environment that samples before it is asked; the bound would not hold
         if is_filtered(group):
             return FILTERED
         reason = zero_advantage_reason(group)
         return reason if reason and self._may_replace() else None
-
-    def _brought_too_old(self, group: Group, asked: Set[str]) -> bool:
-        """Tell whether the environment brought tokens that it sampled before it was asked: the bound would not hold.
-
-        Such tokens of what was asked for here are an engine's broken word, which the step raises on, not this.
-        """
-        since = self._buffer.sampled_since(group.group_id)
-        brought = [t.oldest_version for t in group.trajectories if t.trajectory_id not in asked]
-        return any(oldest is not None and oldest < since for oldest in brought)
 
     def _failure_of(self, group: Group) -> str | None:
         """Return why a group cannot be trained on, or None. One that was cut short needs two usable episodes."""
@@ -237,9 +225,8 @@ class GroupRollouts:
             return GROUP_DEADLINE if num_usable < min(2, self._settings.group_size_of(group.task)) else None
         return ALL_FAILED if num_usable == 0 else None
 
-    def _counting(self, group_id: int, asked: set[str]) -> Sampler:
+    def _counting(self, group_id: int) -> Sampler:
         def count(trajectory_id: str, completion: Completion) -> None:
-            asked.add(trajectory_id)
             self._ledger.sample(group_id, trajectory_id, len(completion.token_ids))
 
         return CountingSampler(self._sampler, count)
