@@ -210,13 +210,21 @@ class GroupRollouts:
             self._count_failed(group, reason)
             return reason
         self._failed_in_a_row = 0
-        oldest = group.oldest_version
-        if oldest is not None and oldest < self._buffer.sampled_since(group.group_id):
-            return SAMPLED_BEFORE  # by an environment that samples before it is asked; the bound would not hold
+        if self._was_sampled_before(group):
+            return SAMPLED_BEFORE
         if is_filtered(group):
             return FILTERED
         reason = zero_advantage_reason(group)
         return reason if reason and self._may_replace() else None
+
+    def _was_sampled_before(self, group: Group) -> bool:
+        """Tell whether a group that came as it is has tokens from before it was asked for: the bound would not hold.
+
+        Such tokens of a group that was played here are an engine's broken word, which the step raises on.
+        """
+        oldest = group.oldest_version
+        comes_as_it_is = group.task.group_size == 0
+        return comes_as_it_is and oldest is not None and oldest < self._buffer.sampled_since(group.group_id)
 
     def _failure_of(self, group: Group) -> str | None:
         """Return why a group cannot be trained on, or None. One that was cut short needs two usable episodes."""

@@ -268,6 +268,9 @@ class Hoarding(FakeEnvironment):
 
     hoard: Sequence[Trajectory] = ()
 
+    def get_item(self) -> Task:
+        return replace(super().get_item(), group_size=0)
+
     async def collect_trajectories(self, task: Task, sampler: Sampler, **more: Any) -> Sequence[Trajectory]:
         if task.task_id != "task-30":
             found = await super().collect_trajectories(task, sampler, **more)
