@@ -12,7 +12,7 @@ from loop_simulation import Simulation, audited, simulate
 
 from asyncrl.buffers import BufferSettings, Journal
 from asyncrl.errors import WeightSyncError, leaves
-from asyncrl.protocols import SyncReport
+from asyncrl.protocols import PLAIN_STEP, StepOptions, SyncReport
 from asyncrl.run import Limits
 from asyncrl.run_history import read_history
 from asyncrl.run_journal import Kind
@@ -61,9 +61,9 @@ def test_groups_that_are_used_again_wait_for_the_pull_between_two_uses(tmp_path:
     held: list[tuple[list[int], int]] = []
     step = simulation.learner.step
 
-    async def watched(groups: Sequence[Any]) -> Any:
+    async def watched(groups: Sequence[Any], options: StepOptions = PLAIN_STEP) -> Any:
         held.append(([group.group_id for group in groups], simulation.run.buffer.version))
-        return await step(groups)
+        return await step(groups, options)
 
     simulation.learner.step = watched  # type: ignore[method-assign]
     audited(simulation)
