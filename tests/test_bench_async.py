@@ -50,7 +50,7 @@ def test_both_bounds_are_run_and_compared(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     config, report = tmp_path / "async.toml", tmp_path / "async.json"
     config.write_text(_CONFIG.format(model=server.model_directory, url=server.url))
-    arguments = ["bench", "async", "--config", str(config), "--minutes", "0.25", "--json", str(report), "--bounds"]
+    arguments = ["bench", "async", "--config", str(config), "--minutes", "0.5", "--json", str(report), "--bounds"]
     assert cli.main([*arguments, "0", "2", "--set", "environment.latency.median_s=0.3"]) == 0
     figures = json.loads(report.read_text())
     assert [run["max_off_policyness"] for run in figures["runs"]] == [0, 2]
