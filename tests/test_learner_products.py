@@ -138,6 +138,9 @@ def test_attention_is_the_dense_one_whatever_the_scale(
     wanted = dense_attention(*exact, where, scaling)
     result.backward(result.detach())
     wanted.backward(result.detach().double())
+    if dtype == torch.bfloat16 and not has_fast_bfloat16():
+        others = (result != wanted.to(dtype)).double().mean()
+        assert others < 0.01, "only the result is rounded, however its keys are dealt out"
     pairs = [(result, wanted), *zip([t.grad for t in given], [t.grad for t in exact], strict=True)]
     for found, exactly in pairs:
         assert found is not None
