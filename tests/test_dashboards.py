@@ -127,7 +127,10 @@ learning_rate = 1e-3
 [evaluation]
 samples = 2
 """
-_ENOUGH = "asyncrl_steps_total >= 8"  # rates need growth after a series' first scrape
+_ENOUGH = (  # rates need growth after a series' first scrape, and engines are read more rarely than a fast step ends
+    "asyncrl_steps_total >= 8 and on (instance) "
+    "sum by (instance) (increase(asyncrl_engine_prefix_cache_query_tokens_total[5m])) > 0"
+)
 _WAIT_S = 240.0  # eight steps of a tiny model take seconds, and minutes on a machine that is busy
 
 
