@@ -64,7 +64,7 @@ class GroupCollector:
         Late ones have failed (`failed_deadline`), with no reward. Raises: EnvironmentFault where the environment
         returns anything but what it was asked for.
         """
-        group_size, any_size = task.group_size or group_size, task.group_size == 0
+        group_size = task.group_size or group_size
         trajectories: list[Trajectory] = []
         ended: dict[str, Trajectory] = {}  # of the first attempt, while it runs
 
@@ -77,7 +77,7 @@ class GroupCollector:
 
         with trio.move_on_after(self._deadline_s or math.inf):
             trajectories += await self._attempt(task, sampler, group_id, group_size, note)
-            for attempt in range(1, 1 if any_size else self._retries + 1):
+            for attempt in range(1, 1 if task.has_any_size else self._retries + 1):
                 failed = [place for place, trajectory in enumerate(trajectories) if trajectory.reward is None]
                 if not failed:
                     break
@@ -104,9 +104,9 @@ class GroupCollector:
             on_trajectory=on_trajectory,
         )
         ids = {trajectory.trajectory_id for trajectory in collected}
-        wanted = max(1, len(collected)) if task.group_size == 0 else group_size
+        wanted = max(1, len(collected)) if task.has_any_size else group_size
         if not len(ids) == len(collected) == wanted:
-            asked = "at least one was" if task.group_size == 0 else f"{group_size} were"
+            asked = "at least one was" if task.has_any_size else f"{group_size} were"
             raise EnvironmentFault(
                 f"environment {task.environment}: group {group_id} (task {task.task_id}) came back with "
                 f"{len(collected)} trajectories of {len(ids)} different ids, {asked} asked for"
@@ -129,6 +129,6 @@ class GroupCollector:
                 seconds=self._deadline_s,
                 detail=f"it still ran when its group was {self._deadline_s:g} s old (group_deadline_s)",
             )
-            for name in names[: 1 if task.group_size == 0 else group_size - len(ended)]
+            for name in names[: 1 if task.has_any_size else group_size - len(ended)]
         ]
         return [*ended.values(), *late]

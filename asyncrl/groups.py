@@ -223,8 +223,7 @@ class GroupRollouts:
         Such tokens of a group that was played here are an engine's broken word, which the step raises on.
         """
         oldest = group.oldest_version
-        comes_as_it_is = group.task.group_size == 0
-        return comes_as_it_is and oldest is not None and oldest < self._buffer.sampled_since(group.group_id)
+        return group.task.has_any_size and oldest is not None and oldest < self._buffer.sampled_since(group.group_id)
 
     def _failure_of(self, group: Group) -> str | None:
         """Return why a group cannot be trained on, or None. One that was cut short needs two usable episodes."""

@@ -229,6 +229,11 @@ class Task:
         if self.group_size is not None and self.group_size < 0:
             raise ValueError(f"task {self.task_id!r}: group_size must be >= 0, got {self.group_size}")
 
+    @property
+    def has_any_size(self) -> bool:
+        """Whether its group comes as it is, of as many trajectories as it has."""
+        return self.group_size == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

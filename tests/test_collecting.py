@@ -152,7 +152,6 @@ def test_failed_episodes_are_started_again_as_often_as_was_asked() -> None:
     assert [t.trajectory_id for t in collect(broken, retries=2)] == ["7.2-0", "7.2-1", "7.2-2", "7.2-3"]
 
 
-@pytest.mark.slow
 class AnySize(FakeEnvironment):
     """Brings as many trajectories as it likes: of every task a pair, of every third as many as come."""
 
@@ -211,6 +210,7 @@ def test_a_group_of_any_size_is_not_empty() -> None:
         Task(task_id="a", environment="fake", group_size=-1)
 
 
+@pytest.mark.slow
 def test_attempts_are_counted_and_their_tokens_dropped_with_a_reason(tmp_path: Path) -> None:
     flaky = Flaky()
     buffer = BufferSettings(groups_per_step=3, group_size=4, retries=1)
