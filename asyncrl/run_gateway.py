@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import trio
 from asyncrl.configs import Config
 from asyncrl.engines import Engine, EnginePool
 from asyncrl.gateway import Gateway, NeedsGateway, Operating, cache_use_of
+from asyncrl.private_files import write_privately
 from asyncrl.protocols import Environment
 from asyncrl.serving import listen
 from asyncrl.tokens import ChatRenderer
@@ -74,7 +74,4 @@ def make_gateway(config: Config, renderer: ChatRenderer, pool: EnginePool) -> Ga
 
 def write_access(path: Path, gateway: Gateway) -> None:
     """Write how to reach a gateway that serves, for its owner's eyes alone."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump({"url": gateway.url, "token": gateway.token}, file)
+    write_privately(path, json.dumps({"url": gateway.url, "token": gateway.token}))

@@ -12,7 +12,6 @@ The run writes how they reach it into `access`; see ENVIRONMENTS.md beside this 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from asyncrl.atropos.matching import SampledTokens
 from asyncrl.atropos.messages import Registration
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.gateway import Gateway, Record, Session
+from asyncrl.private_files import write_privately
 from asyncrl.protocols import Sampler, SandboxBackend
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Completion, Task, TokenIds, Trajectory
@@ -178,11 +178,3 @@ class _Sampled(Record):
         self.num_turns += 1
         self.num_sampled_tokens += len(completion.token_ids)
         self._sampled.add(prompt, completion)
-
-
-def write_privately(path: Path, text: str) -> None:
-    """Write a file that nobody but its owner can read."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
