@@ -89,6 +89,9 @@ class Stepper:
         metrics |= {"loss": loss, "grad_norm": norm, "grad_norm_nonfinite": float(not math.isfinite(norm))}
         seen, histograms = diagnose(whole, records, selection, self._settings)
         metrics |= seen | self._adapt(seen)
+        top_ratios = attribute(whole, selection)
+        spikes = extreme_tokens(whole, influence, selection)
+        shown = token_by_token(whole, influence, selection)
         metrics["seconds_diagnostics"] = clock.lap()
         metrics["learning_rate"] = self._optimizer.learning_rate(options.learning_rate_scale)
         stepped = math.isfinite(norm) and (self._critic is None or self._critic.can_step)
@@ -108,9 +111,9 @@ class Stepper:
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
             stepped=stepped,
             histograms=histograms,
-            top_ratios=attribute(whole, selection),
-            spikes=extreme_tokens(whole, influence, selection),
-            shown=token_by_token(whole, influence, selection),
+            top_ratios=top_ratios,
+            spikes=spikes,
+            shown=shown,
         )
         self.version += 1
         return result
