@@ -15,15 +15,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from asyncrl.errors import ShapeError, StalenessError
 from asyncrl.types import PolicyVersion, Segment
-
-_Record = TypeVar("_Record", "Batch", "AttentionBlock", "Microbatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,16 +288,11 @@ class Microbatch:
         return len(self.tree_token_ids)
 
 
-def to_device(record: _Record, device: torch.device) -> _Record:
-    """Return the record with all its tensors on `device`."""
-    changed: dict[str, object] = {}
-    for one in fields(record):
-        value = getattr(record, one.name)
-        if isinstance(value, torch.Tensor):
-            changed[one.name] = value.to(device)
-        elif isinstance(value, tuple):
-            changed[one.name] = tuple(to_device(block, device) for block in value)
-    return replace(record, **changed)  # type: ignore[arg-type]
+def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Return the microbatch with all its tensors on `device`."""
+    values = {one.name: getattr(microbatch, one.name) for one in fields(microbatch)}
+    moved = {name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return replace(microbatch, **moved)  # type: ignore[arg-type]
 
 
 def split(
