@@ -151,7 +151,7 @@ async def boundary(*kinds: type[BoundaryError]) -> AsyncIterator[Caught]:
         yield caught
     except kinds as error:
         _note(caught, error)
-    except BaseExceptionGroup as group:
+    except ExceptionGroup as group:  # one that holds a cancellation too is none of these
         matched, rest = group.split(kinds)
         if rest is not None or matched is None:
             raise

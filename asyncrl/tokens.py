@@ -67,7 +67,6 @@ class ChatRenderer:
         """Ids are below this: the model's number of rows where its configuration tells it."""
         self.takes_tools = False
         """Whether the template shows the model its `tools`, and so knows how it calls them."""
-        self._source = template
         self._template: jinja2.Template | None = None
         self._reply_end: int | None = None
         if template is None:
@@ -106,7 +105,7 @@ class ChatRenderer:
         """Return what `of_record` makes the same renderer of, in another process say (JSON-like)."""
         return {
             "tokenizer": self._tokenizer.to_str(),
-            "template": self._source,
+            "template": self.template_text or None,
             "end_token_ids": sorted(self.end_token_ids),
             "vocab_size": self.vocab_size,
             "variables": self._variables,

@@ -170,7 +170,7 @@ def without_group() -> Iterator[None]:
     """Raise the error of a body's nursery by itself where there is only one: the user's own, as it was raised."""
     try:
         yield
-    except BaseExceptionGroup as group:
+    except BaseExceptionGroup as group:  # a lone KeyboardInterrupt counts too; raised again on every path
         if len(group.exceptions) != 1:
             raise
         raise group.exceptions[0] from None
