@@ -240,74 +240,22 @@ class TaskSource:
         Random(f"{self._seed}/{self._epoch}").shuffle(self._order)
 
 
-class MultiTurnEnvironment(abc.ABC):
-    """An environment of turns: `start` asks, `step` answers each reply. Fulfils `protocols.ReportsTrajectories`.
+class EpisodeEnvironment(abc.ABC):
+    """Asks the tasks of a source, and plays the episodes of a group each by itself.
 
-    Example:
-        >>> class Parrot(MultiTurnEnvironment):
-        ...     name = "parrot"
-        ...     def start(self, episode):
-        ...         return [{"role": "user", "content": "Say yes."}]
-        ...     async def step(self, episode, text):
-        ...         return StepOutcome(done=True, reward=float("yes" in text))
+    Fulfils `protocols.ReportsTrajectories`.
     """
 
     name: str
-    reply_prefix: str = ""
-    """How each reply begins: context that is put into the model's mouth, never trained on."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a reply besides the model's own end token; sampled, and trained on."""
 
-    def __init__(
-        self,
-        *,
-        renderer: ChatRenderer,
-        tasks: TaskSource,
-        held_out: Sequence[Task] = (),
-        settings: RolloutSettings | None = None,
-    ) -> None:
-        """Raises: ConfigError where there is no template to ask with, or no note that teachers could be told."""
-        renderer.require_template()
-        self.renderer = renderer
-        self.limits = settings or RolloutSettings()
-        if self.limits.teacher_prompts and type(self).teacher_note is MultiTurnEnvironment.teacher_note:
-            raise ConfigError(
-                f"teacher_prompts must be false: environment {self.name!r} has no note for a teacher "
-                "([environment.options])"
-            )
+    def __init__(self, *, tasks: TaskSource, held_out: Sequence[Task] = ()) -> None:
+        """`held_out` are the tasks that are never trained on."""
         self._tasks = tasks
         self._held_out = tuple(held_out)
 
     @abc.abstractmethod
-    def start(self, episode: Episode) -> Sequence[Message]:
-        """Return the messages that ask `episode.task`."""
-
-    @abc.abstractmethod
-    async def step(self, episode: Episode, text: str) -> StepOutcome:
-        """Answer the reply `text`, which is the last of `episode.replies`.
-
-        Raises: SandboxError, EnvironmentFault where infrastructure failed; the episode is then retried or masked.
-        """
-
-    async def grade(self, episode: Episode) -> Grade:
-        """Return what the episode is worth as it stands; asked where `step` gave no reward."""
-        return Grade(reward=0.0)
-
-    def holding(self, episode: Episode) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Return what holds open what one episode needs, its sandbox say; it is left once the episode is graded.
-
-        Entered once for each attempt, before `start`. Waiting for it is not the agent's time.
-        Raises as `step` does.
-        """
-        return contextlib.nullcontext()
-
-    def teacher_note(self, episode: Episode) -> str:
-        """Return what a teacher is told beside the first prompt and the policy is not: the answer, say.
-
-        Asked at the start of each episode where `teacher_prompts` is set. The teacher reads the policy's own replies
-        and what answered them, in later turns too, behind the prompt with this note.
-        """
-        return ""
+    async def run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+        """Return the trajectory of one episode; a failed one has a failure status and no reward."""
 
     def get_item(self) -> Task:
         """Return the next task to train on. Raises StopIteration when the tasks are used up."""
@@ -346,16 +294,85 @@ class MultiTurnEnvironment(abc.ABC):
         group_size: int,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
-        """Run and score `group_size` episodes concurrently; a failed one has a failure status and no reward."""
+        """Play `group_size` episodes beside each other; a failed one has a failure status and no reward."""
         return await collect_episodes(
-            lambda trajectory_id: self._run_episode(task, sampler, trajectory_id),
+            lambda trajectory_id: self.run_episode(task, sampler, trajectory_id),
             sampler,
             group_id=group_id,
             group_size=group_size,
             on_trajectory=on_trajectory,
         )
 
-    async def _run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+
+class MultiTurnEnvironment(EpisodeEnvironment):
+    """An environment of turns: `start` asks, `step` answers each reply. Fulfils `protocols.ReportsTrajectories`.
+
+    Example:
+        >>> class Parrot(MultiTurnEnvironment):
+        ...     name = "parrot"
+        ...     def start(self, episode):
+        ...         return [{"role": "user", "content": "Say yes."}]
+        ...     async def step(self, episode, text):
+        ...         return StepOutcome(done=True, reward=float("yes" in text))
+    """
+
+    reply_prefix: str = ""
+    """How each reply begins: context that is put into the model's mouth, never trained on."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a reply besides the model's own end token; sampled, and trained on."""
+
+    def __init__(
+        self,
+        *,
+        renderer: ChatRenderer,
+        tasks: TaskSource,
+        held_out: Sequence[Task] = (),
+        settings: RolloutSettings | None = None,
+    ) -> None:
+        """Raises: ConfigError where there is no template to ask with, or no note that teachers could be told."""
+        renderer.require_template()
+        self.renderer = renderer
+        self.limits = settings or RolloutSettings()
+        if self.limits.teacher_prompts and type(self).teacher_note is MultiTurnEnvironment.teacher_note:
+            raise ConfigError(
+                f"teacher_prompts must be false: environment {self.name!r} has no note for a teacher "
+                "([environment.options])"
+            )
+        super().__init__(tasks=tasks, held_out=held_out)
+
+    @abc.abstractmethod
+    def start(self, episode: Episode) -> Sequence[Message]:
+        """Return the messages that ask `episode.task`."""
+
+    @abc.abstractmethod
+    async def step(self, episode: Episode, text: str) -> StepOutcome:
+        """Answer the reply `text`, which is the last of `episode.replies`.
+
+        Raises: SandboxError, EnvironmentFault where infrastructure failed; the episode is then retried or masked.
+        """
+
+    async def grade(self, episode: Episode) -> Grade:
+        """Return what the episode is worth as it stands; asked where `step` gave no reward."""
+        return Grade(reward=0.0)
+
+    def holding(self, episode: Episode) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Return what holds open what one episode needs, its sandbox say; it is left once the episode is graded.
+
+        Entered once for each attempt, before `start`. Waiting for it is not the agent's time.
+        Raises as `step` does.
+        """
+        return contextlib.nullcontext()
+
+    def teacher_note(self, episode: Episode) -> str:
+        """Return what a teacher is told beside the first prompt and the policy is not: the answer, say.
+
+        Asked at the start of each episode where `teacher_prompts` is set. The teacher reads the policy's own replies
+        and what answered them, in later turns too, behind the prompt with this note.
+        """
+        return ""
+
+    async def run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+        """See `EpisodeEnvironment.run_episode`. What infrastructure ended is started again, `max_retries` times."""
         started, deadline = trio.current_time(), math.inf
         retries = {"retries": 0, "discarded_tokens": 0}
         while True:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ import trio
 from asyncrl.children import last_lines, start_child
 from asyncrl.environments.foreign import call, load_function
 from asyncrl.environments.rewards import grade_of
-from asyncrl.environments.rows import check_percent, is_held_out, read_rows
+from asyncrl.environments.rows import check_percent, read_split, task_id_of
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.gateway import Gateway, Session
 from asyncrl.protocols import Sampler, SandboxBackend
-from asyncrl.rollout import Grade, TaskSource, boundary, collect_episodes
+from asyncrl.rollout import EpisodeEnvironment, Grade, TaskSource, boundary
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory, TrajectoryStatus
 
@@ -113,8 +113,8 @@ class AgentResult:
     """The text of all that was sampled for it, in order of their segments."""
 
 
-class AgentEnvironment:
-    """Runs an agent an episode, each with a session of the gateway. Fulfils `protocols.ReportsTrajectories`."""
+class AgentEnvironment(EpisodeEnvironment):
+    """Runs an agent an episode, each with a session of the gateway."""
 
     name = "agent"
     settings_type = AgentSettings
@@ -127,15 +127,10 @@ class AgentEnvironment:
         del sandboxes  # the agent is the user's own, and runs here
         self.settings = settings
         self._renderer = renderer
-        self._all = read_rows(settings.path, self._task)
-        train = [task for task in self._all if not is_held_out(task.task_id, settings.held_out_percent)]
-        if not train:
-            raise ConfigError(
-                f"held_out_percent = {settings.held_out_percent} leaves nothing of the {len(self._all)} lines of "
-                f"{settings.path} to train on ([environment.options])"
-            )
-        self._train = train
-        self._tasks = TaskSource(lambda epoch: train, seed=seed, epochs=settings.epochs)
+        split = read_split(settings.path, self._task, held_out_percent=settings.held_out_percent)
+        self._all = split.all_tasks
+        tasks = TaskSource(lambda epoch: split.train, seed=seed, epochs=settings.epochs)
+        super().__init__(tasks=tasks, held_out=split.held_out)
         self._reward = load_function(settings.reward, setting="reward")
         self._function = load_function(settings.function, setting="function") if settings.function else None
         self._gateway: Gateway | None = None
@@ -145,57 +140,12 @@ class AgentEnvironment:
         """See `gateway.NeedsGateway`."""
         self._gateway = gateway
 
-    def get_item(self) -> Task:
-        """Return the next task to train on. Raises StopIteration when the tasks are used up."""
-        return self._tasks.next()
-
-    @property
-    def task_epochs(self) -> int:
-        """Times that the training tasks are asked; 0 never ends."""
-        return self.settings.epochs
-
-    def training_tasks(self, epoch: int) -> Sequence[Task]:
-        """Return the tasks of an epoch, for a curriculum to choose from."""
-        return self._train
-
-    def held_out(self) -> Sequence[Task]:
-        """Return the tasks that are never trained on."""
-        return [task for task in self._all if is_held_out(task.task_id, self.settings.held_out_percent)]
-
     def all_tasks(self) -> Sequence[Task]:
         """Return the tasks of both splits, in the file's order."""
         return self._all
 
-    def state(self) -> Mapping[str, Any]:
-        """Return the position in the tasks."""
-        return self._tasks.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
-        self._tasks.restore(state)
-
-    async def aclose(self) -> None:
-        """Release nothing: agents end with their episodes."""
-
-    async def collect_trajectories(
-        self,
-        task: Task,
-        sampler: Sampler,
-        *,
-        group_id: str,
-        group_size: int,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-    ) -> Sequence[Trajectory]:
-        """Run and score `group_size` agents beside each other; a failed one has a failure status and no reward."""
-        return await collect_episodes(
-            lambda trajectory_id: self._run_episode(task, sampler, trajectory_id),
-            sampler,
-            group_id=group_id,
-            group_size=group_size,
-            on_trajectory=on_trajectory,
-        )
-
-    async def _run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+    async def run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+        """See `EpisodeEnvironment.run_episode`. What infrastructure ended is started again, `max_retries` times."""
         discarded, retries = 0, 0
         while True:
             async with self._running:
@@ -284,7 +234,7 @@ class AgentEnvironment:
         )
 
     def _task(self, row: Mapping[str, Any], where: str) -> Task:
-        return Task(task_id=str(row.get("id", where.rpartition(" ")[2])), environment=self.name, data=row)
+        return Task(task_id=task_id_of(row, where), environment=self.name, data=row)
 
 
 def agent_environment(session: Session) -> dict[str, str]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from asyncrl.environments.rows import check_percent, is_held_out, read_rows
+from asyncrl.environments.rows import check_percent, read_split, task_id_of
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.protocols import Sampler, SandboxBackend
-from asyncrl.rollout import TaskSource, boundary, collect_episodes
+from asyncrl.rollout import EpisodeEnvironment, TaskSource, boundary
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory
 
@@ -57,10 +57,8 @@ class FileTaskSettings:
         return self.episode_timeout_s
 
 
-class FileTaskEnvironment(abc.ABC):
+class FileTaskEnvironment(EpisodeEnvironment):
     """Asks the lines of a file; `play` leads one episode. Fulfils `protocols.ReportsTrajectories`."""
-
-    name: str
 
     def __init__(
         self, settings: FileTaskSettings, *, renderer: ChatRenderer, sandboxes: SandboxBackend, seed: int = 0
@@ -69,15 +67,10 @@ class FileTaskEnvironment(abc.ABC):
         del sandboxes  # foreign code is the user's own, and runs here
         self.limits = settings
         self.renderer = renderer
-        self._all = read_rows(settings.path, self._task)
-        train = [task for task in self._all if not is_held_out(task.task_id, settings.held_out_percent)]
-        if not train:
-            raise ConfigError(
-                f"held_out_percent = {settings.held_out_percent} leaves nothing of the {len(self._all)} lines of "
-                f"{settings.path} to train on ([environment.options])"
-            )
-        self._train = train
-        self._tasks = TaskSource(lambda epoch: train, seed=seed, epochs=settings.epochs)
+        split = read_split(settings.path, self._task, held_out_percent=settings.held_out_percent)
+        self._all = split.all_tasks
+        tasks = TaskSource(lambda epoch: split.train, seed=seed, epochs=settings.epochs)
+        super().__init__(tasks=tasks, held_out=split.held_out)
 
     @abc.abstractmethod
     async def play(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
@@ -86,57 +79,12 @@ class FileTaskEnvironment(abc.ABC):
         Raises: EngineError, SandboxError, EnvironmentFault where infrastructure failed; it is then played again.
         """
 
-    def get_item(self) -> Task:
-        """Return the next task to train on. Raises StopIteration when the tasks are used up."""
-        return self._tasks.next()
-
-    @property
-    def task_epochs(self) -> int:
-        """Times that the training tasks are asked; 0 never ends."""
-        return self._tasks.epochs
-
-    def training_tasks(self, epoch: int) -> Sequence[Task]:
-        """Return the tasks of an epoch, for a curriculum to choose from."""
-        return self._train
-
-    def held_out(self) -> Sequence[Task]:
-        """Return the tasks that are never trained on."""
-        return [task for task in self._all if is_held_out(task.task_id, self.limits.held_out_percent)]
-
     def all_tasks(self) -> Sequence[Task]:
         """Return the tasks of both splits, in the file's order."""
         return self._all
 
-    def state(self) -> Mapping[str, Any]:
-        """Return the position in the tasks."""
-        return self._tasks.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
-        self._tasks.restore(state)
-
-    async def aclose(self) -> None:  # noqa: B027 - most hold nothing
-        """Release nothing."""
-
-    async def collect_trajectories(
-        self,
-        task: Task,
-        sampler: Sampler,
-        *,
-        group_id: str,
-        group_size: int,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-    ) -> Sequence[Trajectory]:
-        """Play `group_size` episodes beside each other; a failed one has a failure status and no reward."""
-        return await collect_episodes(
-            lambda trajectory_id: self._play(task, sampler, trajectory_id),
-            sampler,
-            group_id=group_id,
-            group_size=group_size,
-            on_trajectory=on_trajectory,
-        )
-
-    async def _play(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+    async def run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
+        """See `EpisodeEnvironment.run_episode`. What infrastructure ended is played again, `max_retries` times."""
         retries = 0
         while True:
             async with boundary() as caught:
@@ -161,4 +109,4 @@ class FileTaskEnvironment(abc.ABC):
         )
 
     def _task(self, row: Mapping[str, Any], where: str) -> Task:
-        return Task(task_id=str(row.get("id", where.rpartition(" ")[2])), environment=self.name, data=row)
+        return Task(task_id=task_id_of(row, where), environment=self.name, data=row)

@@ -4,12 +4,45 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The tasks of a file, and which of them are never trained on."""
+
+    all_tasks: Sequence[Task]
+    """Of both, in the file's order."""
+    train: Sequence[Task]
+    """At least one."""
+    held_out: Sequence[Task]
+
+
+def read_split(path: Path, task_of: Callable[[Mapping[str, Any], str], Task], *, held_out_percent: int) -> Split:
+    """Return the tasks of a file; see `read_rows` and `is_held_out`.
+
+    Raises: ConfigError naming the file and line that cannot be read, or where nothing is left to train on.
+    """
+    tasks = read_rows(path, task_of)
+    train = [task for task in tasks if not is_held_out(task.task_id, held_out_percent)]
+    if not train:
+        raise ConfigError(
+            f"held_out_percent = {held_out_percent} leaves nothing of the {len(tasks)} lines of {path} to train on "
+            "([environment.options])"
+        )
+    held_out = [task for task in tasks if is_held_out(task.task_id, held_out_percent)]
+    return Split(all_tasks=tasks, train=train, held_out=held_out)
+
+
+def task_id_of(row: Mapping[str, Any], where: str) -> str:
+    """Return a line's `id`, or its number where it has none; `where` is as `read_rows` gives it."""
+    return str(row.get("id", where.rpartition(" ")[2]))
 
 
 def read_rows(path: Path, task_of: Callable[[Mapping[str, Any], str], Task]) -> list[Task]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.environments.foreign import call, load_function
 from asyncrl.environments.rewards import grade_of
-from asyncrl.environments.rows import check_percent, is_held_out, read_rows
+from asyncrl.environments.rows import check_percent, read_split, task_id_of
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import SandboxBackend
 from asyncrl.rollout import Episode, Grade, MultiTurnEnvironment, RolloutSettings, StepOutcome, TaskSource
@@ -69,17 +69,12 @@ class SingleTurnEnvironment(MultiTurnEnvironment):
     ) -> None:
         """Raises: ConfigError naming the file and line that cannot be read, or a split without tasks to train on."""
         del sandboxes  # a reward function is the user's own, and runs here
-        self._all = read_rows(settings.path, self._task)
-        train = [task for task in self._all if not is_held_out(task.task_id, settings.held_out_percent)]
-        if not train:
-            raise ConfigError(
-                f"held_out_percent = {settings.held_out_percent} leaves nothing of the {len(self._all)} lines of "
-                f"{settings.path} to train on ([environment.options])"
-            )
+        split = read_split(settings.path, self._task, held_out_percent=settings.held_out_percent)
+        self._all = split.all_tasks
         super().__init__(
             renderer=renderer,
-            tasks=TaskSource(lambda epoch: train, seed=seed, epochs=settings.epochs),
-            held_out=[task for task in self._all if is_held_out(task.task_id, settings.held_out_percent)],
+            tasks=TaskSource(lambda epoch: split.train, seed=seed, epochs=settings.epochs),
+            held_out=split.held_out,
             settings=settings,
         )
         self.settings = settings
@@ -116,7 +111,7 @@ class SingleTurnEnvironment(MultiTurnEnvironment):
             raise ConfigError(f"{where}: prompt must be text, or messages a list, found {row.get('prompt')!r}")
         if messages is not None and not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
             raise ConfigError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
-        return Task(task_id=str(row.get("id", where.rpartition(" ")[2])), environment=self.name, data=row)
+        return Task(task_id=task_id_of(row, where), environment=self.name, data=row)
 
 
 def _is_message(message: Any) -> bool:
