@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import hypercorn.config
@@ -25,6 +28,22 @@ def listen(host: str, port: int, *, setting: str) -> socket.socket:
             f"{setting} {port} on {host} cannot be used: {error.strerror}; take another, or 0 for a free one"
         ) from None
     return listener
+
+
+@asynccontextmanager
+async def until_signalled() -> AsyncIterator[None]:
+    """Cancel the body at SIGINT or SIGTERM; what it opened is closed, and the program goes on behind it."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_cancel_at_signal, nursery.cancel_scope)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def _cancel_at_signal(scope: trio.CancelScope, *, task_status: trio.TaskStatus[None]) -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            scope.cancel()
 
 
 async def serve(

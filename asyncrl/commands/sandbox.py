@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -36,7 +35,7 @@ from asyncrl.protocols import SandboxBackend
 from asyncrl.sandbox import AbuseResult, SandboxSettings, abuse_names, open_backend, reap, self_test
 from asyncrl.sandbox.access import make_token, read_token
 from asyncrl.sandbox.server import SandboxServer
-from asyncrl.serving import listen, serve
+from asyncrl.serving import listen, serve, until_signalled
 
 HELP = "test the sandboxes' walls, serve sandboxes to other machines, remove what killed programs left"
 
@@ -121,8 +120,7 @@ async def _serve_until_stopped(
     settings: SandboxSettings, directory: Path, token: str, max_waiting: int, listener: socket.socket
 ) -> None:
     host, port = listener.getsockname()
-    async with AsyncExitStack() as stack:
-        backend = await stack.enter_async_context(_opened(settings, directory))
+    async with until_signalled(), _opened(settings, directory) as backend:
         reached = [abuse for abuse in await self_test(backend, only=abuse_names(main_only=True)) if not abuse.stopped]
         if reached:
             raise SandboxError(
@@ -131,9 +129,6 @@ async def _serve_until_stopped(
         async with trio.open_nursery() as nursery:
             await nursery.start(serve, SandboxServer(backend, token=token, max_waiting=max_waiting), listener)
             print(f"serving {backend.wall} sandboxes at http://{host}:{port}", flush=True)
-            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for _ in signals:
-                    nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager

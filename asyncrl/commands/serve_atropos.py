@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,7 @@ import trio
 from asyncrl.atropos.store import open_store
 from asyncrl.atropos.trainer import serve_store
 from asyncrl.errors import ConfigError
-from asyncrl.serving import listen
+from asyncrl.serving import listen, until_signalled
 
 _MIB = 2**20
 
@@ -64,6 +63,7 @@ def _atropos(arguments: argparse.Namespace) -> int:
 async def _serve_atropos(arguments: argparse.Namespace, listener: socket.socket) -> None:
     host, port = listener.getsockname()
     async with (
+        until_signalled(),
         open_store(
             arguments.directory, ghost_s=arguments.ghost_seconds, max_bytes=arguments.max_queue_mib * _MIB
         ) as store,
@@ -77,6 +77,3 @@ async def _serve_atropos(arguments: argparse.Namespace, listener: socket.socket)
 
         await nursery.start(serve)
         print(f"serving Atropos environments and trainers at http://{host}:{port}", flush=True)
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for _ in signals:
-                nursery.cancel_scope.cancel()

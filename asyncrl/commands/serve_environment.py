@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import tempfile
 from contextlib import closing
@@ -18,7 +17,7 @@ from asyncrl.environments.service import EnvironmentService
 from asyncrl.errors import ConfigError
 from asyncrl.sandbox import SandboxSettings, open_backend
 from asyncrl.sandbox.access import make_token, read_token
-from asyncrl.serving import listen
+from asyncrl.serving import listen, until_signalled
 
 _LOST_CLIENT_MS = 30_000  # a run whose machine is gone acknowledges nothing for as long; then its groups end
 
@@ -59,11 +58,12 @@ async def _serve_until_stopped(
 ) -> None:
     host, port = listener.getsockname()
     with tempfile.TemporaryDirectory(prefix="asyncrl-serve-") as directory:
-        async with open_backend(settings, directory=Path(directory)) as sandboxes, trio.open_nursery() as nursery:
+        async with (
+            until_signalled(),
+            open_backend(settings, directory=Path(directory)) as sandboxes,
+            trio.open_nursery() as nursery,
+        ):
             service = EnvironmentService(name, sandboxes, token=token, max_groups=max_groups)
             listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
             await nursery.start(trio.serve_listeners, service.serve, listeners)
             print(f"serving environment {name} at {host}:{port}", flush=True)
-            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for _ in signals:
-                    nursery.cancel_scope.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import socket
 import tempfile
 from contextlib import closing
@@ -22,7 +21,7 @@ from asyncrl.gateway import Operating, shown_trajectory
 from asyncrl.preflight import check_engine, check_model
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_gateway import make_gateway, write_access
-from asyncrl.serving import listen
+from asyncrl.serving import listen, until_signalled
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Trajectory
 
@@ -73,8 +72,7 @@ async def _serve(
         make_engine=engine_clients(config, renderer, _RUN_ID, 0),
         on_trajectory=partial(_append, trajectories) if trajectories else lambda trajectory: None,
     )
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(_stop_on_signal, nursery.cancel_scope)
+    async with until_signalled(), trio.open_nursery() as nursery:
         print("starting the engine", flush=True)
         starts = engine_starts(config, directory, config.model.path, 0)
         await nursery.start(partial(pool.serve, starts, say=lambda words: print(words, flush=True)))
@@ -92,9 +90,3 @@ async def _serve(
 def _append(path: Path, trajectory: Trajectory) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(shown_trajectory(trajectory)) + "\n")
-
-
-async def _stop_on_signal(scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            scope.cancel()
