@@ -11,6 +11,7 @@ import difflib
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,6 +93,8 @@ def _convert(hint: Any, value: Any, *, key: str, section: str) -> Any:
         if not isinstance(value, str):
             raise ConfigError(f"{_where(key, section)} must be a path, got {value!r}")
         return Path(value)
+    if isinstance(hint, type) and issubclass(hint, Enum) and value not in (allowed := [one.value for one in hint]):
+        raise ConfigError(f"{_where(key, section)} must be one of {', '.join(map(str, allowed))}, got {value!r}")
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
@@ -121,6 +124,8 @@ def to_table(settings: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_table(value)
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, Path):
         return "" if value == Path("") else str(value)
     if isinstance(value, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ from asyncrl.configs import Config, apply_overrides, build, dump_config, load_co
 from asyncrl.errors import ConfigError
 
 
+class Mode(StrEnum):
+    FAST = "fast"
+    EXACT = "exact"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
+    mode: Mode = Mode.FAST
     learning_rate: float = 1e-5
     steps: int = 3
     betas: tuple[float, float] = (0.9, 0.95)
@@ -31,10 +38,13 @@ class Outer:
 
 
 def test_nested_tables_become_nested_settings_and_back() -> None:
-    table = {"path": "a/b", "learner": {"learning_rate": 1, "extra": {"x": [1, 2]}}, "names": ["p"]}
+    table = {"path": "a/b", "learner": {"learning_rate": 1, "mode": "exact", "extra": {"x": [1, 2]}}, "names": ["p"]}
     settings = build(Outer, table)
-    assert settings == Outer(path=Path("a/b"), learner=Inner(learning_rate=1.0, extra={"x": [1, 2]}), names=("p",))
+    assert settings == Outer(
+        path=Path("a/b"), learner=Inner(learning_rate=1.0, mode=Mode.EXACT, extra={"x": [1, 2]}), names=("p",)
+    )
     assert build(Outer, to_table(settings)) == settings
+    assert type(to_table(settings)["learner"]["mode"]) is str
 
 
 @pytest.mark.parametrize(
@@ -48,6 +58,7 @@ def test_nested_tables_become_nested_settings_and_back() -> None:
         ({"path": "x", "learner": {"betas": [0.9]}}, r"betas \(\[learner\]\)"),
         ({"path": "x", "learner": 3}, "learner must be a section, got 3"),
         ({"path": "x", "on": "yes"}, r"\[on\]: expected `bool`"),
+        ({"path": "x", "learner": {"mode": "fasst"}}, r"mode \(\[learner\]\) must be one of fast, exact, got 'fasst'"),
         ({"path": 3}, "path.* must be a path, got 3"),
         ({}, r"\[path\] must be given"),
     ],
