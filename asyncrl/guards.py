@@ -123,6 +123,11 @@ class Guards:
         self.scale = 1.0
         """Share of the learning rate, or of the gate's slots, that the controller leaves."""
 
+    @property
+    def deeds(self) -> list[tuple[str, str]]:
+        """(guard, action) of those that are on: what they may be counted doing."""
+        return [(guard, action.value) for guard, action in actions(self._settings).items() if action is not Action.OFF]
+
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs (JSON-like)."""
         return {"entropy_start": self._entropy_start, "scale": self.scale}

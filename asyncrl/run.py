@@ -136,6 +136,8 @@ class Run:
         version = resume_from.version if resume_from else 0
         self._guards = guards or Guards(GuardSettings())
         self._guards.restore(state.get("guards", {}))
+        for deed in self._guards.deeds:
+            status.guard_actions[deed] += 0  # so that a scrape sees the first one grow from nothing
         self._go_on = trio.Event()
         self.journal = journal or RunJournal()
         self.status = status

@@ -40,6 +40,12 @@ _EQUAL = 'asyncrl_zero_advantage_groups_ratio{kind="all"}'
 _GRADIENT = 'asyncrl_nonfinite_total{of="gradient"}'
 _COMMANDS, _STARTS = "asyncrl_sandbox_commands_total", "asyncrl_sandbox_starts_total"
 _LEASES, _OPEN = "asyncrl_sandbox_leases", "asyncrl_sandboxes_open"
+_MALFORMED = 'asyncrl_malformed_replies_total{environment="bugfix"}'
+_TURNS = 'asyncrl_episode_turns_total{environment="bugfix"}'
+_GUARD = 'asyncrl_guard_actions_total{guard="ratio", action="%s"}'
+_RISING = 'asyncrl_behaviour_rising{kind="network"}'
+_ENDED = 'asyncrl_trajectories_total{environment="bugfix", status="%s"}'
+_LAG = 'asyncrl_event_loop_lag_seconds_bucket{le="%s"}'
 _FREE, _DISK = "asyncrl_disk_free_bytes", "asyncrl_disk_bytes"
 
 CASES: dict[str, list[Case]] = {
@@ -86,6 +92,38 @@ CASES: dict[str, list[Case]] = {
     "AsyncrlNonfinite": [Case({_GRADIENT: "0x10 1x10"}, {_GRADIENT: "7x40"}, 15)],
     "AsyncrlStepsSkipped": [
         Case({"asyncrl_steps_skipped_total": "0x5 1x5 2x5 5x5"}, {"asyncrl_steps_skipped_total": "0x10 1x10"}, 20)
+    ],
+    "AsyncrlMalformedReplies": [
+        Case({_MALFORMED: "0+30x70", _TURNS: "0+100x70"}, {_MALFORMED: "0+5x70", _TURNS: "0+100x70"}, 70),
+    ],
+    "AsyncrlGuardWarned": [Case({_GUARD % "warn": "0x5 1x10"}, {_GUARD % "skip": "0x5 1x10"}, 10)],
+    "AsyncrlGuardActed": [
+        Case({_GUARD % "skip": "0x5 1x10"}, {_GUARD % "warn": "0x5 1x10"}, 10),
+        Case({_GUARD % "pause": "0x5 1x10"}, {_GUARD % "pause": "4x15"}, 10),
+        Case({_GUARD % "stop": "0x5 1x2"}, {_GUARD % "stop": "0x15"}, 7),
+    ],
+    "AsyncrlPaused": [
+        Case({'asyncrl_phase{phase="paused"}': "0x5 1x5"}, {'asyncrl_phase{phase="stepping"}': "0x5 1x5"}, 9),
+    ],
+    "AsyncrlBehaviourRising": [Case({_RISING: "0x5 1x10"}, {_RISING: "1x3 0x12"}, 12)],
+    "AsyncrlStalled": [Case({"asyncrl_stalls_total": "0x5 1x10"}, {"asyncrl_stalls_total": "2x15"}, 10)],
+    "AsyncrlUnaccounted": [
+        Case({'asyncrl_accounted_tokens{state="missing"}': "0x5 -3x10"},
+             {'asyncrl_accounted_tokens{state="missing"}': "0x5 9x2 0x8"}, 12),
+        Case({'asyncrl_accounted_trajectories{state="missing"}': "1x15"},
+             {'asyncrl_accounted_trajectories{state="dropped"}': "1x15"}, 12),
+    ],
+    "AsyncrlEpisodesFail": [
+        Case({_ENDED % "failed_sandbox": "0+5x60", _ENDED % "failed_engine": "0+5x60", _ENDED % "completed": "0+60x60"},
+             {_ENDED % "failed_sandbox": "0+5x60", _ENDED % "truncated_turns": "0+60x60"}, 60),
+    ],
+    "AsyncrlEngineRestarts": [
+        Case({'asyncrl_engine_restarts_total{engine="engine 0"}': "0x10 1x10 2x10 4x20"},
+             {'asyncrl_engine_restarts_total{engine="engine 0"}': "0x10 1x40"}, 50),
+    ],
+    "AsyncrlLoopLag": [
+        Case({_LAG % "0.3": "0+95x40", _LAG % "1.0": "0+100x40", _LAG % "+Inf": "0+100x40"},
+             {_LAG % "0.3": "0+100x40", _LAG % "1.0": "0+100x40", _LAG % "+Inf": "0+100x40"}, 40),
     ],
     "AsyncrlLearnerIdle": [
         Case({'asyncrl_learner_idle_seconds_total{cause="groups"}': "0+25x70",

@@ -159,6 +159,17 @@ def test_a_warning_is_told_counted_and_changes_nothing(tmp_path: Path) -> None:
     assert shown == 1
 
 
+def test_a_scrape_shows_what_guards_may_do_before_they_do_it(tmp_path: Path) -> None:
+    """Prometheus tells growth from 0 only where it has seen the 0: an alert on the first deed needs it."""
+    settings = GuardSettings(ratio=Action.PAUSE, ess=Action.OFF, ratio_max=10_000.0)
+    simulation, _ = guarded(tmp_path, settings)
+    simulate(simulation)
+    scrape = Scrape(simulation.run)
+    assert scrape("asyncrl_guard_actions_total", {"guard": "ratio", "action": "pause"}) == 0
+    assert scrape("asyncrl_guard_actions_total", {"guard": "sync", "action": "warn"}) == 0
+    assert scrape("asyncrl_guard_actions_total", {"guard": "ess", "action": "off"}) is None
+
+
 def test_alarms_are_printed_and_written_down_and_cut_back_on_resuming(tmp_path: Path) -> None:
     directory, output = RunDirectory(tmp_path), io.StringIO()
     progress = Progress(Console(file=output, width=200), title="run", max_steps=3)

@@ -47,6 +47,12 @@ OVERVIEW = Board(
                     ("asyncrl_steps_skipped_total", "skipped steps"),
                     ("asyncrl_nonfinite_total", "not finite: {{of}}"),
                 ),
+                lines("what guards saw and did", "short", ("asyncrl_guard_actions_total", "{{guard}}: {{action}}")),
+                lines(
+                    "what the controller leaves of the learning rate or the slots",
+                    "percentunit",
+                    ("asyncrl_guard_scale", "share"),
+                ),
             ),
         ),
         (
@@ -218,6 +224,8 @@ REWARDS = Board(
                        f" / sum by (environment) (rate(asyncrl_episode_turns_total{STEPS}))", "{{environment}}")),
                 lines("seen by monitors, an hour", "short",
                       (f"3600 * sum by (kind) (rate(asyncrl_behaviour_seen_total{STEPS})) or vector(0)", "{{kind}}")),
+                lines("seen by monitors, of the last step's episodes", "percentunit",
+                      ("asyncrl_behaviour_ratio or vector(0)", "{{kind}}")),
                 quantiles("seconds of an episode", "s", "asyncrl_episode_seconds", "environment", 0.5, 0.95,
                           window=STEPS),
                 lines("attempts that another one followed", "short",
