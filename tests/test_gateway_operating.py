@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gateway_rig
 import httpx
@@ -17,6 +17,8 @@ import trio
 
 from asyncrl.engines import EnginePool, EngineSettings
 from asyncrl.gateway import Gateway, GatewaySettings, Operating, cache_use_of
+from asyncrl.metrics import TABLES, Source
+from asyncrl.run import Run
 from asyncrl.serving import listen
 from asyncrl.testing import Rates
 from asyncrl.testing_engines import FakeServer
@@ -185,6 +187,28 @@ def test_engines_are_added_listed_and_removed(tmp_path: Path) -> None:
         assert (await scene.client.post("/engines", json={"url": "elsewhere"})).status_code == 400
 
     run(tmp_path, body)
+
+
+def test_engines_that_come_and_go_bring_no_new_series(tmp_path: Path) -> None:
+    """A name that one has left is the next one's, so that a run has as many as it ever had engines at a time."""
+    seen: set[str] = set()
+
+    def scrape(scene: Scene) -> set[str]:
+        source = Source(run=cast(Run, None), engines=scene.pool.statistics)  # what is by engine reads no run
+        found = [f.metric(source) for f in TABLES["Engines"] if f.labels == ("engine",)]
+        return {sample.labels["engine"] for metric in found if metric for sample in metric.samples}
+
+    async def body(scene: Scene) -> None:
+        for number in range(6):
+            added = await scene.client.post("/engines", json={"url": f"http://elsewhere:{number + 1}"})
+            assert added.status_code == 201
+            seen.update(scrape(scene))
+            leaves = added.json()["name"] if number % 2 else "engine 0"
+            assert (await scene.client.delete(f"/engines/{leaves}")).status_code == 200
+            assert leaves not in scrape(scene), "who has left is not shown as it was"
+
+    run(tmp_path, body)
+    assert seen == {"engine 0", "engine 1", "engine 2"}
 
 
 @pytest.mark.slow

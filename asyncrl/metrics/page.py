@@ -22,7 +22,8 @@ absent, never 0.
 
 The number of series is bounded: labels have the values of the program's own lists, and of what comes from outside
 there are at most {MAX_ENVIRONMENTS} environments, {MAX_PARTS} parts of rewards and {MAX_PARTS} kinds of behaviour;
-later ones are counted as `other`.
+later ones are counted as `other`. An engine that is added takes the first name that is free, so that there are as many
+as a run ever had at a time; the series of one that has left end.
 """
 
 
