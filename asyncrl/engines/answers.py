@@ -56,7 +56,7 @@ class Answer:
         self._choices: list[_Choice] = []
         self._complaint = ""
 
-    def add(self, line: str) -> int:
+    def add(self, line: bytes) -> int:
         """Take one "data: {...}" line and return how many tokens it brings. Raises nothing: see `complaint`."""
         try:
             event = _decoder.decode(line[len("data: ") :])

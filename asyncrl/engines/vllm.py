@@ -33,6 +33,7 @@ import trio
 
 from asyncrl.engines.answers import Answer, first_line, named
 from asyncrl.engines.canary import Canary
+from asyncrl.engines.connections import ConnectionFault, Connections
 from asyncrl.engines.control import REPORT, ControlRoutes
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
@@ -46,7 +47,7 @@ from asyncrl.types import PolicyVersion, TokenIds, WeightManifest
 from asyncrl.weight_sync.vllm_labels import SWITCH
 
 _GENERATE = "/inference/v1/generate"
-_JSON = {"content-type": "application/json"}
+_EVENT = b"data: {"
 _HEALTH_INTERVAL_S = 0.25  # a server that is starting offers nothing to wait for but its port
 _RECOVERY_S = 10.0  # bounds what is done for an engine after a failed or cancelled sync
 _REFUSED = (400, 413, 422)  # what vLLM answers to a request that it will never run; all else may be the server's fault
@@ -76,7 +77,6 @@ class VLLMEngine:
         canary: Canary | None = None,
     ) -> None:
         self.name = name
-        self.url = url.rstrip("/")
         self.version = version
         """What the server's weights are called; `version` is what it was started with."""
         self._settings = settings
@@ -94,18 +94,16 @@ class VLLMEngine:
         self._broken = ""
         self._pace = Pace()
         self._completed = self._failed = self._withdrawn = self._tokens = self._unverified = self._syncs = 0
-        self._client, self.control = self._connections()
+        self._speak_to(url)
         self._open.set()
 
-    def _connections(self) -> tuple[httpx.AsyncClient, ControlRoutes]:
-        limits = httpx.Limits(
-            max_connections=None,
-            max_keepalive_connections=self._settings.max_num_seqs,
-            keepalive_expiry=2.0,  # the server closes idle connections after 5 s: never reuse one that it is closing
-        )
-        # no proxies: the server is on this host or on the cluster's own network
-        client = httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False)
-        return client, ControlRoutes(self.name, self.url, client)
+    def _speak_to(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._connections = Connections(self.url, max_idle=self._settings.max_num_seqs)
+        # each asked by itself, and seldom; no proxies: the server is on this host or on the cluster's own network
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False)
+        self.control = ControlRoutes(self.name, self.url, self._client)
 
     async def __aenter__(self) -> VLLMEngine:
         return self
@@ -119,12 +117,13 @@ class VLLMEngine:
         """Close the connections; the server goes on."""
         with trio.move_on_after(_RECOVERY_S, shield=True):
             await self._client.aclose()
+        self._connections.close()
 
     async def connect(self, url: str, version: PolicyVersion) -> None:
         """Speak to a new server from now on, which was started with `version`; the one before is gone."""
         await self.aclose()
-        self.url, self.version, self._broken = url.rstrip("/"), version, ""
-        self._client, self.control = self._connections()
+        self.version, self._broken = version, ""
+        self._speak_to(url)
 
     @property
     def capacity(self) -> int:
@@ -201,7 +200,7 @@ class VLLMEngine:
         probe = self._body(TokenIds([0]), 2, stop_token_ids=(), stream_interval=1)
         response = await need("/inference/v1/generate", probe, "--enable-scale-out")
         first = Answer(self.name)
-        first.add(next((line for line in response.text.splitlines() if line.startswith("data: {")), "data: nothing"))
+        first.add(next((line for line in response.content.splitlines() if line.startswith(_EVENT)), b"data: nothing"))
         try:
             if not first.part().token_ids:
                 raise EngineError(first.complaint)
@@ -327,20 +326,19 @@ class VLLMEngine:
     async def _stream(self, request: Request, body: Mapping[str, Any]) -> None:
         answered = False
         try:
-            content = msgspec.json.encode(body)  # ten times faster than httpx's own for a long context
-            async with self._client.stream("POST", _GENERATE, content=content, headers=_JSON) as response:
+            async with self._connections.post(_GENERATE, msgspec.json.encode(body)) as answer:
                 answered = True
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    request.failure = f"{self.name} answers {response.status_code}: {first_line(text)}"
-                    request.kind = RequestRefused if response.status_code in _REFUSED else EngineError
+                if answer.status != 200:
+                    text = (await answer.read_all()).decode(errors="replace")
+                    request.failure = f"{self.name} answers {answer.status}: {first_line(text)}"
+                    request.kind = RequestRefused if answer.status in _REFUSED else EngineError
                     return
-                # nothing may be raised in this loop: httpx's generators would be left half read
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        self._note(request, request.answer.add(line))
-        except httpx.HTTPError as error:
-            request.failure = f"{self.name} at {self.url} does not answer: {named(error)}"
+                while lines := await answer.read_lines():
+                    for line in lines:
+                        if line.startswith(_EVENT):
+                            self._note(request, request.answer.add(line))
+        except ConnectionFault as error:
+            request.failure = f"{self.name} at {self.url} does not answer: {error}"
             request.kind = EngineError if answered else RequestNotSent
 
     def _note(self, request: Request, num_tokens: int) -> None:
