@@ -136,23 +136,21 @@ class Run:
         version = resume_from.version if resume_from else 0
         self._guards = guards or Guards(GuardSettings())
         self._guards.restore(state.get("guards", {}))
-        for deed in self._guards.deeds:
-            status.guard_actions[deed] += 0  # so that a scrape sees the first one grow from nothing
+        status.guard_actions.update(dict.fromkeys(self._guards.deeds, 0))  # a scrape must see the first one grow from 0
         self._go_on = trio.Event()
         self.journal = journal or RunJournal()
         self.status = status
+        self.ledger = Ledger()
         if resume_from:
             status.restore(state["counters"])
             status.selection.restore(state["selection"])
             status.behaviour.restore(state.get("behaviour", {}))
+            self.ledger.restore(state["accounting"])
+            parts.environment.restore(state["environment"])
         self.learner_idle = LearnerIdle(status.learner_idle_seconds)
         self.engine_idle = EngineIdle(status.engine_idle_seconds)
         watched = self.engine_idle.watch(parts.sampler)
         self._sampler = CountingSampler(watched, lambda _, completion: status.count_completion(completion))
-        self.ledger = Ledger()
-        if resume_from:
-            self.ledger.restore(state["accounting"])
-            parts.environment.restore(state["environment"])
         begin_with = go_on(
             resumption or plan_resumption(state, version, RunHistory(), settings=buffer),
             environment=parts.environment,
