@@ -32,6 +32,7 @@ class Prometheus:
     """A server that scrapes one target every second."""
 
     def __init__(self, url: str) -> None:
+        self.url = url
         self._client = httpx.Client(base_url=url, trust_env=False, timeout=30.0)
 
     def ask(self, path: str, **parameters: str) -> Any:

@@ -22,6 +22,7 @@ from prometheus_server import Prometheus, missing, needs_prometheus, serving
 from tiny_model import build_tiny_model
 from tree import ROOT
 
+from asyncrl import cli
 from asyncrl.dashboards import BOARDS, Board, Chart, families_of, of_run
 from asyncrl.dashboards.build import SPIKE, to_json
 
@@ -31,7 +32,7 @@ CHARTS = [(board, chart) for board in BOARDS for chart in board.charts]
 
 def file_of(board: Board) -> Path:
     """Return where a dashboard lies."""
-    return GRAFANA / f"{board.uid.removeprefix('asyncrl-')}.json"
+    return GRAFANA / f"{board.name}.json"
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
@@ -181,6 +182,21 @@ def test_every_query_of_every_panel_finds_something_in_a_real_run(watched: Prome
                 empty.append(f"{board.title} / {chart.title}: {expression} finds {found[:3]}")
     assert not empty, "\n".join(empty)
     assert watched.query(filled(SPIKE)) == []
+
+
+@needs_prometheus
+@pytest.mark.engine
+@pytest.mark.slow
+def test_every_dashboard_is_drawn_from_a_real_run(
+    watched: Prometheus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "pictures"
+    assert cli.main(["dashboards", "render", "--prometheus", watched.url, "--out", str(out)]) == 0
+    assert {path.stem for path in out.iterdir()} == {board.name for board in BOARDS}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.iterdir())
+    assert capsys.readouterr().out.splitlines() == [
+        f"{out / board.name}.png: {len(list(board.charts))} panels" for board in BOARDS
+    ]
 
 
 @needs_prometheus

@@ -3,6 +3,7 @@
 from asyncrl.commands import (
     bench,
     check,
+    dashboards,
     environments,
     evaluate,
     export,
@@ -29,6 +30,7 @@ COMMANDS = {
     "serve": serve,
     "plot": plot,
     "report": report,
+    "dashboards": dashboards,
     "trace": trace,
     "export": export,
     "bench": bench,

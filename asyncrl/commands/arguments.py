@@ -85,10 +85,15 @@ def sandbox_settings_of(path: Path | None, overrides: Sequence[str]) -> SandboxS
     return build(SandboxSettings, table, section="sandbox")
 
 
-def check_picture(path: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn into a file of this name."""
+def need_matplotlib() -> None:
+    """Raise ConfigError where pictures cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is not installed: pip install asyncrl[plot]")
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError unless a picture can be drawn into a file of this name."""
+    need_matplotlib()
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise ConfigError(f"the picture must end in .svg, .png or .pdf, got {path}")
     if not path.parent.is_dir():

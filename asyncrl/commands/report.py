@@ -10,11 +10,11 @@ have ended or have crashed. Needs matplotlib (asyncrl[plot]).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.commands.arguments import need_matplotlib
 from asyncrl.errors import ConfigError
 
 HELP = "write a run, or several, as one HTML page"
@@ -30,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write; return the exit code."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed: pip install asyncrl[plot]")
+    need_matplotlib()
     from asyncrl.report import read_run, render
 
     if len(arguments.runs) > _MAX_RUNS:

@@ -120,7 +120,7 @@ _LOOKS = {Look.LINES: _lines, Look.STACKED: _stacked, Look.NUMBER: _number, Look
 def write(directory: Path) -> None:
     """Write a file for every dashboard."""
     for board in BOARDS:
-        (directory / f"{board.uid.removeprefix('asyncrl-')}.json").write_text(to_json(board), encoding="utf-8")
+        (directory / f"{board.name}.json").write_text(to_json(board), encoding="utf-8")
 
 
 if __name__ == "__main__":

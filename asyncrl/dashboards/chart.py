@@ -60,6 +60,11 @@ class Board:
     rows: tuple[tuple[str, tuple[Chart, ...]], ...]
 
     @property
+    def name(self) -> str:
+        """Of its files, without their endings."""
+        return self.uid.removeprefix("asyncrl-")
+
+    @property
     def charts(self) -> Iterator[Chart]:
         """Every panel."""
         for _, charts in self.rows:
