@@ -5,7 +5,6 @@ What waits behind the door, and for whom, is a `Trainer`: a queue for a trainer 
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 import trio
+from isal import isal_zlib
 
 from asyncrl.atropos.messages import (
     KEYS,
@@ -296,5 +296,5 @@ async def packed(request: Request, body: bytes) -> Answer:
 
 
 def _gzip(body: bytes) -> bytes:
-    packer = zlib.compressobj(1, wbits=31)
+    packer = isal_zlib.compressobj(1, wbits=31)
     return packer.compress(body) + packer.flush()

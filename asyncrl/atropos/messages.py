@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from asyncrl.atropos.glance import glance
 from asyncrl.gateway.http import Refused
 
 UNTRAINED = -100
@@ -57,7 +58,6 @@ _PER_TOKEN = ("masks", "advantages", "ref_logprobs", "inference_logprobs")
 _OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 _EMPTY = (b"null", b"[]", b"{}")
-_NOTHING: tuple[Any, ...] = (None, [], {})
 _LONGEST_EMPTY = 16  # bytes, white space included
 
 
@@ -111,26 +111,43 @@ def read(kind: type[T], body: bytes) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredGroup:
-    """One group as it was posted, and found to be whole."""
+    """One group as it was posted, and found to be whole. Its fields are read when they are asked for."""
 
-    tokens: _INTS
-    """[G][L] prompt and completion, as the model read and wrote them."""
-    masks: _INTS
-    """[G][L] UNTRAINED, or the token's own id."""
-    scores: list[float]
-    """[G]"""
-    advantages: _FLOATS | None = None
-    """[G][L] in place of what the scores would give."""
-    inference_logprobs: _FLOATS | None = None
-    """[G][L] nats, 1.0 where the mask is UNTRAINED."""
+    size: int
+    """Sequences."""
     env_id: int | None = None
     body: bytes = field(repr=False)
     """As it came."""
 
-    @property
-    def size(self) -> int:
-        """Sequences."""
-        return len(self.tokens)
+    @cached_property
+    def tokens(self) -> _INTS:
+        """[G][L] prompt and completion, as the model read and wrote them."""
+        found: _INTS = self._typed("tokens")
+        return found
+
+    @cached_property
+    def masks(self) -> _INTS:
+        """[G][L] UNTRAINED, or the token's own id."""
+        found: _INTS = self._typed("masks")
+        return found
+
+    @cached_property
+    def scores(self) -> list[float]:
+        """[G]"""
+        found: list[float] = self._typed("scores")
+        return found
+
+    @cached_property
+    def advantages(self) -> _FLOATS | None:
+        """[G][L] in place of what the scores would give."""
+        found: _FLOATS | None = self._typed("advantages")
+        return found
+
+    @cached_property
+    def inference_logprobs(self) -> _FLOATS | None:
+        """[G][L] nats, 1.0 where the mask is UNTRAINED."""
+        found: _FLOATS | None = self._typed("inference_logprobs")
+        return found
 
     @cached_property
     def raw(self) -> dict[str, msgspec.Raw]:
@@ -147,50 +164,24 @@ class ScoredGroup:
         raw = self.raw.get(name)
         return None if raw is None else msgspec.json.decode(raw)
 
-
-class _Wire(msgspec.Struct, frozen=True):
-    """What is read of a group whose numbers are numbers: in one pass over its JSON."""
-
-    tokens: _INTS
-    masks: _INTS
-    scores: list[float]
-    advantages: _FLOATS | None = None
-    ref_logprobs: _FLOATS | None = None
-    messages: list[list[dict[str, Any]]] | None = None
-    generation_params: dict[str, Any] | None = None
-    inference_logprobs: _FLOATS | None = None
-    overrides: list[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    env_id: int | None = None
-    distill_token_ids: list[list[list[int]]] | None = None
-    distill_logprobs: list[list[list[float]]] | None = None
-
-
-_WIRE = msgspec.json.Decoder(_Wire)
+    def _typed(self, name: str) -> Any:
+        raw = self.raw.get(name)
+        return None if raw is None else _DECODERS[name].decode(raw)
 
 
 def read_group(body: bytes | msgspec.Raw, *, vocab_size: int | None = None, max_token_len: int = 0) -> ScoredGroup:
     """Return a group. Raises: BadField, naming the field, the sequence and what is wrong."""
     body = bytes(body)
-    try:
-        found = _WIRE.decode(body)
-    except (msgspec.DecodeError, RecursionError):  # wrong, or odd: field by field, to say which
-        values, body = _read_slowly(body)
-    else:
-        values = {name: value for name in _Wire.__struct_fields__ if (value := getattr(found, name)) not in _NOTHING}
+    last_id = _MAX_ID if vocab_size is None else vocab_size - 1
+    seen = glance(body, last_id=last_id, max_token_len=max_token_len, max_logprob=MAX_LOGPROB)
+    if seen is not None:
+        return ScoredGroup(size=seen.size, env_id=seen.env_id, body=body)
+    values, body = _read_closely(body)
     for name in _REQUIRED:
         if name not in values:
             raise BadField(name, "the field is missing")
-    _check(values, vocab_size=vocab_size, max_token_len=max_token_len)
-    return ScoredGroup(
-        tokens=values["tokens"],
-        masks=values["masks"],
-        scores=values["scores"],
-        advantages=values.get("advantages"),
-        inference_logprobs=values.get("inference_logprobs"),
-        env_id=values.get("env_id"),
-        body=body,
-    )
+    _check(values, last_id=last_id, max_token_len=max_token_len)
+    return ScoredGroup(size=len(values["tokens"]), env_id=values.get("env_id"), body=body)
 
 
 def group_json(body: bytes) -> bytes:
@@ -199,7 +190,7 @@ def group_json(body: bytes) -> bytes:
     return msgspec.json.encode({**dict.fromkeys(KEYS, null), **_fields(body)})
 
 
-def _read_slowly(body: bytes) -> tuple[dict[str, Any], bytes]:
+def _read_closely(body: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the values of a group, and its JSON with numbers in place of what stands for them. Raises: BadField."""
     raw = _fields(body)
     values: dict[str, Any] = {}
@@ -266,7 +257,7 @@ def _check_json(name: str, raw: msgspec.Raw) -> None:
         raise BadField(name, str(error)) from None
 
 
-def _check(values: dict[str, Any], *, vocab_size: int | None, max_token_len: int) -> None:
+def _check(values: dict[str, Any], *, last_id: int, max_token_len: int) -> None:
     tokens: _INTS = values["tokens"]
     if not tokens:
         raise BadField("tokens", "a group has at least one sequence")
@@ -280,7 +271,7 @@ def _check(values: dict[str, Any], *, vocab_size: int | None, max_token_len: int
     if (env_id := values.get("env_id")) is not None and env_id < 0:
         raise BadField("env_id", f"must be >= 0, got {env_id}")
     for place, row in enumerate(tokens):
-        _check_tokens(place, row, vocab_size=vocab_size, max_token_len=max_token_len)
+        _check_tokens(place, row, last_id=last_id, max_token_len=max_token_len)
         for name in _PER_TOKEN:
             found = values.get(name)
             if found is not None and len(found[place]) != len(row):
@@ -289,15 +280,14 @@ def _check(values: dict[str, Any], *, vocab_size: int | None, max_token_len: int
     _check_numbers(values)
 
 
-def _check_tokens(place: int, row: Sequence[int], *, vocab_size: int | None, max_token_len: int) -> None:
+def _check_tokens(place: int, row: Sequence[int], *, last_id: int, max_token_len: int) -> None:
     if not row:
         raise BadField(f"tokens.{place}", "a sequence has at least one token")
     if 0 < max_token_len < len(row):
         raise BadField(f"tokens.{place}", f"{len(row)} tokens, and the trainer takes {max_token_len} (max_token_len)")
-    last = _MAX_ID if vocab_size is None else vocab_size - 1
-    if min(row) < 0 or max(row) > last:
-        wrong = next(token_id for token_id in row if not 0 <= token_id <= last)
-        raise BadField(f"tokens.{place}", f"ids are from 0 to {last}, got {wrong}")
+    if min(row) < 0 or max(row) > last_id:
+        wrong = next(token_id for token_id in row if not 0 <= token_id <= last_id)
+        raise BadField(f"tokens.{place}", f"ids are from 0 to {last_id}, got {wrong}")
 
 
 def _check_messages(messages: Sequence[Sequence[dict[str, Any]]]) -> None:

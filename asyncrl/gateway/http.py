@@ -6,7 +6,6 @@ or unpacked is what frameworks leave out.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 import trio
+from isal import isal_zlib
 
 
 class Refused(Exception):  # noqa: N818  (it is the request that is at fault)
@@ -99,26 +99,29 @@ class _Unpacker:
     def __init__(self, encoding: str, max_bytes: int) -> None:
         if encoding not in ("", "identity", "gzip"):
             raise Refused(415, f"content-encoding must be gzip or none, got {encoding!r}")
-        self._inflate = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
+        self._inflate = isal_zlib.decompressobj(wbits=31) if encoding == "gzip" else None
         self._max_bytes = max_bytes
-        self._body = bytearray()
+        self._parts: list[bytes] = []
+        self._length = 0
 
     def add(self, data: bytes) -> None:
-        room = self._max_bytes + 1 - len(self._body)
+        room = self._max_bytes + 1 - self._length
         if self._inflate is None:
-            self._body += data[:room]
-        elif data:
+            part = data[:room]
+        else:
             try:
-                self._body += self._inflate.decompress(data, room)
-            except zlib.error as error:
+                part = self._inflate.decompress(data, room)
+            except isal_zlib.error as error:  # type: ignore[misc]  # its stub has an instance for the class
                 raise Refused(400, f"Invalid gzip payload: {error}") from None
-        if len(self._body) > self._max_bytes:
+        self._parts.append(part)
+        self._length += len(part)
+        if self._length > self._max_bytes:
             raise Refused(413, f"a body may have {self._max_bytes} bytes, unpacked")
 
     def end(self) -> bytes:
         if self._inflate is not None and not self._inflate.eof:
             raise Refused(400, "Invalid gzip payload: it breaks off")
-        return bytes(self._body)
+        return b"".join(self._parts)
 
 
 Handler = Callable[[Request], Awaitable[Answer]]

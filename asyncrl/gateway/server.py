@@ -19,7 +19,7 @@ from asyncrl.gateway.http import Answer, Refused, Request, error_answer
 
 _KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections, so that none is reused while it is being closed
 _MAX_HEAD_BYTES = 64 * 1024
-_PIECE = 64 * 1024
+_PIECE = 256 * 1024
 _LINGER_S = 1.0  # an answer to a request that is not read to its end is lost if the connection is closed at once
 _BACKLOG = 4096  # connections that wait to be taken; Linux keeps no more by default
 
