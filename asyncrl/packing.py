@@ -288,6 +288,24 @@ class Microbatch:
         return len(self.tree_token_ids)
 
 
+def nothing() -> Microbatch:
+    """Return a microbatch of no segment, with one slot and one prediction that nobody reads."""
+    none = torch.zeros(0, dtype=torch.int64)
+    zero = torch.zeros(1, dtype=torch.int64)
+    return Microbatch(
+        segment_index=none,
+        token_index=none,
+        cu_seqlens=zero,
+        tree_token_ids=zero,
+        tree_position_ids=zero,
+        blocks=(AttentionBlock(queries=slice(0, 1), keys=slice(0, 1)),),
+        predict_slot=zero,
+        target_ids=zero,
+        scored_index=none,
+        prediction_index=none,
+    )
+
+
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
     """Return the microbatch with all its tensors on `device`."""
     values = {one.name: getattr(microbatch, one.name) for one in fields(microbatch)}
@@ -302,13 +320,14 @@ def split(
     share_prefixes: bool = True,
     observations: bool = False,
     apart: torch.Tensor | None = None,
+    members: Sequence[int] | None = None,
 ) -> list[Microbatch]:
     """Return microbatches that cover every segment of `batch` once, each of at most `max_tokens` slots.
 
     A segment that is longer than `max_tokens` by itself gets a microbatch of its own. Segments of one group stay
     together while they fit. `observations` asks for log-probs of the environment's tokens too. Without
     `share_prefixes`, each segment has slots of its own: the same numbers for more work. Segments marked in `apart` [S]
-    bool never share a microbatch with those that are not.
+    bool never share a microbatch with those that are not. `members` are the segments to cover; None is all of them.
     """
     tokens = batch.token_ids.numpy()
     bounds = batch.cu_seqlens.tolist()
@@ -316,14 +335,15 @@ def split(
     groups = batch.group_index.tolist()
     # Lexicographic order inside a group puts each segment beside the one it shares the most with.
     kinds = [False] * len(rows) if apart is None else apart.tolist()
-    order = sorted(range(len(rows)), key=lambda s: (kinds[s], groups[s], rows[s].tolist()))
+    chosen = range(len(rows)) if members is None else members
+    order = sorted(chosen, key=lambda s: (kinds[s], groups[s], rows[s].tolist()))
     bins: list[list[int]] = []
     used = 0
     for place, segment in enumerate(order):
         shared = 0
         joins = bool(bins) and kinds[order[place - 1]] == kinds[segment]
         if share_prefixes and joins and groups[order[place - 1]] == groups[segment]:
-            shared = _common_prefix(rows[order[place - 1]], rows[segment])
+            shared = common_prefix(rows[order[place - 1]], rows[segment])
         length = len(rows[segment])
         if joins and used + length - shared <= max_tokens:
             bins[-1].append(segment)
@@ -335,7 +355,8 @@ def split(
     return [_microbatch(batch, sorted(members), wanted.numpy(), share_prefixes) for members in bins]
 
 
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Return how many tokens two segments begin with alike."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -354,7 +375,7 @@ def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_pref
     for place, segment in enumerate(order):
         row = rows[segment]
         before = order[place - 1]
-        shared = _common_prefix(rows[before], row) if place and share_prefixes else 0
+        shared = common_prefix(rows[before], row) if place and share_prefixes else 0
         own = np.arange(num_slots, num_slots + len(row) - shared)
         slots[segment] = np.concatenate([slots[before][:shared], own]) if shared else own
         tree_tokens.append(row[shared:])
