@@ -10,8 +10,6 @@ import json
 import math
 import re
 import secrets
-import socket
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,7 +21,7 @@ import trio
 
 from asyncrl import wire
 from asyncrl.checkpoint import Checkpoint
-from asyncrl.children import Child, start_child
+from asyncrl.children import Child
 from asyncrl.configs import Config, to_table
 from asyncrl.curriculum import with_curriculum
 from asyncrl.engine_processes import NoEngines, engine_clients, engine_starts, make_pool
@@ -31,6 +29,7 @@ from asyncrl.engines import Canary, EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
+from asyncrl.learner_processes import SHUTDOWN_S, start_learner_processes
 from asyncrl.metering import MeteredBackend
 from asyncrl.protocols import PLAIN_STEP, Environment, RunsAlongside, Sampler, SandboxBackend, StepOptions, StepResult
 from asyncrl.run import Parts
@@ -43,7 +42,6 @@ from asyncrl.waiting import Queue
 from asyncrl.weight_sync.stale import SHARED_MEMORY_DIRECTORY, remove_stale
 
 _DEATH_SEEN_S = 3.0  # from a child's death to its keeper's end: the keeper ends the child's family first
-_SHUTDOWN_S = 20.0  # for the learner to end a request and remove what it published; then it is terminated
 
 
 class LearnerProcess:
@@ -99,7 +97,7 @@ class LearnerProcess:
 
     async def shut_down(self) -> None:
         """Let the learner remove what it published and end, within a bounded time."""
-        with trio.move_on_after(_SHUTDOWN_S, shield=True):
+        with trio.move_on_after(SHUTDOWN_S, shield=True):
             try:
                 await self._ask(wire.ShutdownRequest(), wire.ShutdownReply)
             except LearnerError:
@@ -115,9 +113,9 @@ class LearnerProcess:
 
     async def _fail(self) -> NoReturn:
         """Say how the learner ended: its connection closes a moment before its keeper has seen the end."""
-        with trio.move_on_after(_SHUTDOWN_S):
+        with trio.move_on_after(SHUTDOWN_S):
             raise LearnerError((await self._child.wait_exit()).describe())
-        raise LearnerError(f"the learner closed its connection and did not end within {_SHUTDOWN_S:.0f} s")
+        raise LearnerError(f"the learner closed its connection and did not end within {SHUTDOWN_S:.0f} s")
 
     async def _receive(self, kind: type[wire.Message]) -> Any:
         try:
@@ -284,7 +282,7 @@ async def _start_learner(
     stack: AsyncExitStack,
     children: dict[Child, type[BoundaryError]],
 ) -> LearnerProcess:
-    """Start the learner process. It does not answer yet."""
+    """Start the learner's processes. They do not answer yet."""
     settings = {
         "model": str(config.model.path),
         "run_id": run_id,
@@ -299,20 +297,14 @@ async def _start_learner(
     settings_path = directory.logs / "learner.json"
     settings_path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     place = config.weight_sync.directory if config.weight_sync.transport == "filesystem" else SHARED_MEMORY_DIRECTORY
-    ours, theirs = socket.socketpair()
-    argv = [sys.executable, "-m", "asyncrl.learner", "--fd", str(theirs.fileno()), "--settings", str(settings_path)]
-    with theirs:
-        child = await stack.enter_async_context(
-            start_child(
-                "learner",
-                argv,
-                log_path=directory.logs / "learner.log",
-                pass_fds=[theirs.fileno()],
-                grace_s=_SHUTDOWN_S,
-                remove_on_exit=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
-            )
-        )
+    processes, ours = await start_learner_processes(
+        settings_path,
+        ranks=config.learner.ranks,
+        run_id=run_id,
+        published=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
+        stack=stack,
+    )
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
     stack.push_async_callback(stream.aclose)
-    children[child] = LearnerError
-    return LearnerProcess(stream, child, publish_timeout_s=config.weight_sync.publish_timeout_s)
+    children |= dict.fromkeys(processes, LearnerError)
+    return LearnerProcess(stream, processes[0], publish_timeout_s=config.weight_sync.publish_timeout_s)

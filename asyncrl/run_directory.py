@@ -45,6 +45,7 @@ _MAY_DIFFER = (
     "run.directory",
     "run.keep_checkpoints",
     "run.checkpoint_every_steps",
+    "learner.ranks",
     "engine.port",
     "engine.urls",
     "engine.count",
@@ -55,8 +56,8 @@ _MAY_DIFFER = (
     "engine.outage_timeout_s",
 )
 _MAY_DIFFER_SECTIONS = ("guards", "metrics", "evaluation", "journal", "weight_sync")
-"""What a resumed run may change: how long it goes on, how it is watched and held back, and how weights travel; never
-what is learned or how."""
+"""What a resumed run may change: how long it goes on, how it is watched and held back, on how many processes it learns,
+and how weights travel; never what is learned or how."""
 
 
 class RunDirectory:

@@ -147,6 +147,12 @@ def send(stream: socket.socket, message: Message) -> None:
 
 def receive(stream: socket.socket, kind: Any) -> Any:
     """Return the next message from a blocking socket, or None when the other side has closed between frames."""
+    data = receive_frame(stream)
+    return None if data is None else decode(data, kind)
+
+
+def receive_frame(stream: socket.socket) -> bytes | None:
+    """Return the next message as it was encoded; see `receive`."""
     header = _read(stream, _HEADER.size)
     if header is None:
         return None
@@ -154,7 +160,7 @@ def receive(stream: socket.socket, kind: Any) -> Any:
     data = _read(stream, _checked(length))
     if data is None:
         raise EOFError("the connection was closed inside a frame")
-    return decode(data, kind)
+    return data
 
 
 def _read(stream: socket.socket, num_bytes: int) -> bytes | None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,33 @@ def run_ranks(script: str, directory: Path, *, world_size: int = 2, timeout_s: f
     said = "\n".join(f"--- rank {number}:\n{output[-3000:]}" for number, output in enumerate(outputs))
     assert not any(codes), f"the ranks ended with {codes}\n{said}"
     return [json.loads((directory / f"rank-{number}.json").read_text()) for number in range(world_size)]
+
+
+def fork_ranks(script: str, directory: Path, *, world_size: int, timeout_s: float = 240.0) -> list[Any]:
+    """As `run_ranks` for a script that makes its own ranks (`forked`), so that what it imports is imported once."""
+    done = subprocess.run(
+        [sys.executable, str(_TESTS / script), str(world_size), str(directory)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(_TESTS)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return [json.loads((directory / f"rank-{number}.json").read_text()) for number in range(world_size)]
+
+
+def forked(main: Callable[[int, int, Path], None]) -> None:
+    """Run `main(rank, world_size, directory)` in a process for each rank, with the script's own arguments, and end.
+
+    Nothing may have been computed before: a fork has none of the threads that would compute more.
+    """
+    world_size, directory = int(sys.argv[1]), Path(sys.argv[2])
+    for rank in range(world_size):
+        if os.fork() == 0:
+            main(rank, world_size, directory)
+            sys.exit(0)
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(world_size)]
+    sys.exit(max(map(abs, codes)))

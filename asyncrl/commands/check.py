@@ -97,7 +97,8 @@ def process_plan(config: Config) -> dict[str, Any]:
         engines = "none: nothing is sampled"
     return {
         "orchestrator": "this process",
-        "learner": f"one process, loss {learner.loss}, {learner.dtype}, critic {learner.critic.kind}{_asked(config)}",
+        "learner": f"{_processes(learner.ranks)}, loss {learner.loss}, {learner.dtype}, critic {learner.critic.kind}"
+        f"{_asked(config)}",
         "engines": engines,
         "sandboxes": config.sandbox.backend,
         "environment": config.environment.name,
@@ -106,6 +107,10 @@ def process_plan(config: Config) -> dict[str, Any]:
         "staleness": f"at most {buffer.max_off_policyness} optimizer steps",
         "order": order if buffer.effective_window is None else f"{order}, window {buffer.effective_window}",
     }
+
+
+def _processes(ranks: int) -> str:
+    return "one process" if ranks == 1 else f"{ranks} processes that hold the model between them"
 
 
 def _asked(config: Config) -> str:

@@ -22,7 +22,8 @@ def canary_logprobs(model: PolicyModel, token_ids: Sequence[int], *, device: tor
     )
     batch = lay_out([segment], trajectory_index=[0], group_index=[0], advantages=[0.0], rewards=[0.0])
     (microbatch,) = split(batch, max_tokens=count, share_prefixes=False)
-    plain = PolicyModel(model.model, temperature=1.0, head_dtype=torch.float32)
+    plain = model.at(temperature=1.0, head_dtype=torch.float32)
     with torch.no_grad():
         logprobs, _ = plain.logprobs(to_device(microbatch, device))
+    plain.release()
     return tuple(logprobs[1:].tolist())

@@ -1,9 +1,10 @@
 """The learner's part of a checkpoint directory, fsynced file by file.
 
 model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is
-learner/   optimizer.safetensors (float32 masters and moments), rng.safetensors, state.json (version, counts of updates,
-           what adapts from step to step); teacher.safetensors where the teacher is an average of the policy's weights;
-           critic.safetensors where there is a critic (its own masters and moments)
+learner/   optimizer.safetensors (float32 masters and moments; of several ranks `optimizer/`, see `sharded_checkpoint`),
+           rng.safetensors, state.json (version, counts of updates, what adapts from step to step); teacher.safetensors
+           where the teacher is an average of the policy's weights; critic.safetensors where there is a critic (its own
+           masters and moments)
 
 Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no code when it is read.
 """
@@ -23,9 +24,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, WeightSyncError
+from asyncrl.learner import sharded_checkpoint
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.types import PolicyVersion
 
 MODEL = "model"
@@ -48,7 +51,8 @@ class LearnerState:
     version: PolicyVersion
     updates: int
     warm_updates: int
-    optimizer: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor] | None
+    """None where several ranks wrote it or are to read it: `sharded_checkpoint.read_state`."""
     random: Mapping[str, torch.Tensor]
     adapted: Mapping[str, float]
     """name -> number that moves from step to step, as `Stepper.adapted` gave it."""
@@ -69,21 +73,32 @@ def save(
     adapted: Mapping[str, float],
     teacher: Mapping[str, torch.Tensor] = MappingProxyType({}),
     critic: Critic | None = None,
+    ranks: Ranks = ALONE,
+    cast_to: torch.dtype | None = None,
 ) -> dict[str, int]:
     """Write model and learner below `directory`; return file name -> bytes once all of it is on the disk.
 
-    source: the model directory whose configuration and tokenizer are copied. weights: as published to the engines.
+    source: the model directory whose configuration and tokenizer are copied. weights: as published to the engines, in
+    `cast_to` where that is given. All `ranks` call it at once; the first writes what is not sharded.
     Raises: CheckpointError naming the file that could not be written.
     """
     model, learner = directory / MODEL, directory / LEARNER
     try:
-        model.mkdir()
-        learner.mkdir()
-        for path in sorted(source.iterdir()):
-            if path.is_file() and not path.name.endswith(_NOT_COPIED):
-                shutil.copyfile(path, model / path.name)
-        _save_tensors(weights, model / _WEIGHTS)
-        _save_tensors(optimizer.state(), learner / _OPTIMIZER)
+        if ranks.is_first:
+            model.mkdir()
+            learner.mkdir()
+            for path in sorted(source.iterdir()):
+                if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                    shutil.copyfile(path, model / path.name)
+        ranks.wait_all()
+        if ranks.count > 1:
+            sharded_checkpoint.write_model(weights, model / _WEIGHTS, cast_to, is_first=ranks.is_first)
+            sharded_checkpoint.write_state(optimizer.state(), learner, ranks)
+        if not ranks.is_first:
+            return {}
+        if ranks.count == 1:
+            _save_tensors(weights, model / _WEIGHTS)
+            _save_tensors(optimizer.state(), learner / _OPTIMIZER)
         _save_tensors(_random_state(), learner / _RANDOM)
         if teacher:
             _save_tensors(teacher, learner / _TEACHER)
@@ -93,15 +108,15 @@ def save(
             state["critic"] = critic.state()
             _save_tensors(critic.tensors(), learner / _CRITIC)
         (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
-        written = [path for folder in (model, learner) for path in sorted(folder.iterdir())]
-        for path in (*written, model, learner, directory):
+        written = [path for folder in (model, learner) for path in sorted(folder.rglob("*")) if path.is_file()]
+        for path in (*written, *{path.parent for path in written}, directory):
             _fsync(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, WeightSyncError) as error:
         raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
     return {str(path.relative_to(directory)): path.stat().st_size for path in written}
 
 
-def load(directory: Path) -> LearnerState:
+def load(directory: Path, *, ranks: Ranks = ALONE) -> LearnerState:
     """Return the learner's state in the checkpoint `directory`. Raises: CheckpointError naming what is missing."""
     learner = directory / LEARNER
     path = learner / _STATE
@@ -113,17 +128,31 @@ def load(directory: Path) -> LearnerState:
         raise CheckpointError(f"checkpoint {directory}: {path.relative_to(directory)} is broken: {error}") from None
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {state.get('format')!r}; this version of asyncrl reads {_FORMAT}")
+    whole = ranks.count == 1 and not sharded_checkpoint.is_sharded(learner)
     return LearnerState(
         version=int(state["version"]),
         updates=int(state["updates"]),
         warm_updates=int(state.get("warm_updates", 0)),
-        optimizer=_load_tensors(learner / _OPTIMIZER, directory),
+        optimizer=_load_tensors(learner / _OPTIMIZER, directory) if whole else None,
         random=_load_tensors(learner / _RANDOM, directory),
         adapted=state.get("adapted", {}),
         teacher=_load_tensors(learner / _TEACHER, directory) if state.get("teacher") else {},
         critic=state.get("critic", {}),
         critic_tensors=_load_tensors(learner / _CRITIC, directory) if "critic" in state else {},
     )
+
+
+def restore_optimizer(optimizer: Optimizer, state: LearnerState, directory: Path, *, ranks: Ranks = ALONE) -> None:
+    """Bring `optimizer` to what a checkpoint `directory` holds, whose state `load` returned.
+
+    It may have been written by another number of ranks. Raises: CheckpointError naming what is missing or of another
+    shape, as in a checkpoint of another architecture.
+    """
+    found = state.optimizer
+    if found is None:
+        blank = optimizer.blank_state(moments=state.updates > 0)
+        found = sharded_checkpoint.read_state(blank, directory / LEARNER, ranks)
+    optimizer.restore(found, updates=state.updates, warm_updates=state.warm_updates)
 
 
 def load_weights(directory: Path) -> dict[str, torch.Tensor]:

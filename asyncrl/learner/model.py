@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.errors import ConfigError
 from asyncrl.learner import attention, norm
 from asyncrl.learner.head import logprobs_and_entropy
-from asyncrl.packing import Microbatch, unpack
+from asyncrl.packing import Microbatch, nothing, to_device, unpack
 
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "logit_scale")
 
@@ -50,6 +50,19 @@ class PolicyModel:
         """Trained numbers; tied embeddings count once."""
         return sum(p.numel() for p in self.model.parameters())
 
+    def at(self, *, temperature: float, head_dtype: torch.dtype | None) -> PolicyModel:
+        """Return the same weights with another head."""
+        return type(self)(self.model, temperature=temperature, head_dtype=head_dtype)
+
+    def release(self) -> None:
+        """Say that a run of passes has ended and weights may change: what a sharded model gathered for them goes."""
+
+    def keep_pace(self, device: torch.device, *, backward: bool) -> None:
+        """Make a pass over one token that adds nothing, beside ranks that have more to forward than this one."""
+        logprobs, _ = self.logprobs(to_device(nothing(), device))
+        if backward:
+            logprobs.sum().backward()
+
     def tensors(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by their name in the checkpoint; tied embeddings once."""
         return dict(self.model.named_parameters())
@@ -63,13 +76,13 @@ class PolicyModel:
 
         `hidden` is what `hidden` returned for this microbatch, where it is needed elsewhere too.
         """
-        head = self.model.get_output_embeddings().weight  # type: ignore[operator]
+        hidden = self.hidden(microbatch) if hidden is None else hidden  # before the head, which it makes whole
         logprobs, entropy = logprobs_and_entropy(
-            self.hidden(microbatch) if hidden is None else hidden,
-            head,
+            hidden,
+            self.head,
             microbatch.target_ids,
             temperature=self.temperature,
-            logits_dtype=self._head_dtype or head.dtype,
+            logits_dtype=self.head_dtype,
         )
         return unpack(microbatch, logprobs), unpack(microbatch, entropy)
 
@@ -100,6 +113,20 @@ def load_model(
 
     Raises: ConfigError where there are no weights, or the architecture needs what the learner does not compute.
     """
+    model = torch.nn.Module.to(read_model(directory, dtype=dtype), device)
+    if weights is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+    prepare(model, gradient_checkpointing=gradient_checkpointing)
+    return PolicyModel(model, temperature=temperature, head_dtype=head_dtype)
+
+
+def read_model(directory: Path, *, dtype: torch.dtype) -> Any:
+    """Return transformers' own model of `directory`, on the CPU, with the tree attention.
+
+    Raises: ConfigError as `load_model`.
+    """
     check_directory(directory)
     attention.register()
     config = AutoConfig.from_pretrained(directory)
@@ -107,14 +134,13 @@ def load_model(
     model = AutoModelForCausalLM.from_pretrained(
         directory, config=config, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
     )
-    model = torch.nn.Module.to(model, device)
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{directory}: the LM head has a bias, which the learner does not compute")
-    if weights is not None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
+    return model
+
+
+def prepare(model: Any, *, gradient_checkpointing: bool) -> None:
+    """Make a model of transformers the learner's: no dropout, norms of our own, activations as asked."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -124,7 +150,6 @@ def load_model(
         model.train()  # transformers checkpoints in training mode only
     else:
         model.eval()  # no dropout of any kind: a second forward gives the same numbers
-    return PolicyModel(model, temperature=temperature, head_dtype=head_dtype)
 
 
 def check_directory(directory: Path) -> None:

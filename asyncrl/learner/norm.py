@@ -8,6 +8,7 @@ exists for a few rows at a time and one number a row is kept. The output is roun
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ _TILE_ROWS = 512  # 512 x 576 float32 is 1.2 MiB: what the passes over a tile wo
 def install(model: torch.nn.Module) -> int:
     """Replace the model's RMS norms, keeping their parameters and names; return how many were replaced.
 
-    A norm is one whose class is named so, that has one bfloat16 weight on a CPU and an epsilon, and that computes what
-    `RMSNorm` computes, within rounding; anything else is left as it is.
+    A norm is one whose class is named so, that has one bfloat16 weight on a CPU (or on no device yet, for a CPU) and an
+    epsilon, and that computes what `RMSNorm` computes, within rounding; anything else is left as it is.
     """
     found = 0
     for parent in list(model.modules()):
@@ -30,7 +31,7 @@ def install(model: torch.nn.Module) -> int:
                 if parameters.keys() != {"weight"} or not isinstance(eps, float):
                     continue
                 weight = parameters["weight"]
-                if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+                if weight.dtype == torch.bfloat16 and weight.device.type in ("cpu", "meta"):
                     norm = RMSNorm(weight, eps)
                     if _agree(child, norm):
                         setattr(parent, name, norm)
@@ -98,6 +99,10 @@ def _tiles(count: int) -> list[slice]:
 
 def _agree(theirs: torch.nn.Module, ours: RMSNorm) -> bool:
     width = ours.weight.shape[0]
+    if ours.weight.is_meta:
+        theirs = copy.deepcopy(theirs).to_empty(device="cpu")
+        ours = RMSNorm(next(theirs.parameters()), ours.eps)
+        torch.nn.init.constant_(ours.weight, 0.5)
     # Neither centred nor of unit size, so that a norm that subtracts a mean or scales by 1 + weight is told apart.
     rows = torch.linspace(-1.0, 3.0, 4 * width, dtype=ours.weight.dtype, device=ours.weight.device).view(4, width)
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 Gradients of microbatches are added in the master's dtype as soon as the backward pass has made them, so a low-precision
 sum never exists and the model's own `.grad` is freed at once.
+
+Of a model that is sharded over ranks each steps its own part, whose parameters are the masters themselves.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import CheckpointError
+from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.learner.settings import LearnerSettings
 
 
@@ -25,8 +29,10 @@ class Optimizer:
         settings: LearnerSettings,
         *,
         masters: Mapping[str, torch.Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._settings = settings
+        self._ranks = ranks
         self._parameters = dict(parameters)
         self.updates = 0
         """Optimizer steps that changed the weights: the warmup counts these, not the skipped ones."""
@@ -36,9 +42,13 @@ class Optimizer:
         self._sums: dict[str, torch.Tensor] = {}
         self._hooks = []
         for name, parameter in self._parameters.items():
-            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            source = parameter.detach() if masters is None else masters[name]
-            self.masters[name] = source.to(device=parameter.device, dtype=wide, copy=True)
+            if isinstance(parameter, DTensor):
+                assert masters is None
+                self.masters[name] = local_part(parameter.detach())
+            else:
+                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                source = parameter.detach() if masters is None else masters[name]
+                self.masters[name] = source.to(device=parameter.device, dtype=wide, copy=True)
             if masters is not None:
                 with torch.no_grad():
                     parameter.copy_(self.masters[name])
@@ -69,9 +79,10 @@ class Optimizer:
         return dict(self._sums)
 
     def gradient_norm(self) -> float:
-        """Return the global norm of the summed gradients, nan or inf if any of them is."""
+        """Return the norm of the summed gradients over all ranks, nan or inf if any of them is."""
         norms = torch._foreach_norm(list(self._sums.values()))
-        return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
+        norm = float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
+        return norm if self._ranks.count == 1 else math.sqrt(self._ranks.total(norm * norm))
 
     def step(self, norm: float, *, scale: float = 1.0, learning_rate: float | None = None) -> None:
         """Apply the summed gradients, whose global norm is `norm`, and empty the sums.
@@ -99,35 +110,68 @@ class Optimizer:
         torch._foreach_zero_(list(self._sums.values()))
 
     def _copy_to_model(self) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._parameters.values()), [self.masters[name] for name in self._parameters])
+        copied = [name for name, parameter in self._parameters.items() if not isinstance(parameter, DTensor)]
+        if copied:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [self._parameters[name] for name in copied], [self.masters[name] for name in copied]
+                )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return masters and moments as flat names for a safetensors file: "master.NAME", "exp_avg.NAME", ..."""
-        found = {f"master.{name}": master for name, master in self.masters.items()}
+        """Return masters and moments as flat names for a safetensors file: "master.NAME", "exp_avg.NAME", ...
+
+        Of a sharded parameter they are sharded as it is.
+        """
+        found = {f"master.{name}": self._shard_of(name, master) for name, master in self.masters.items()}
         for name in self._names:
             for key, value in self._adam.state.get(self.masters[name], {}).items():
-                found[f"{key}.{name}"] = value
+                found[f"{key}.{name}"] = self._shard_of(name, value)
         return found
+
+    def blank_state(self, *, moments: bool) -> dict[str, torch.Tensor]:
+        """Return what `state` would, of zeros and in memory of its own, for a reader to fill."""
+        found: dict[str, torch.Tensor] = {}
+        for name, master in self.masters.items():
+            for key in ("master", "exp_avg", "exp_avg_sq") if moments else ("master",):
+                found[f"{key}.{name}"] = self._shard_of(name, torch.zeros_like(master))
+            if moments:
+                found[f"step.{name}"] = torch.zeros(())
+        return found
+
+    def _shard_of(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return this rank's `part` as a shard of what belongs to a parameter; anything else as it is."""
+        parameter = self._parameters[name]
+        if not isinstance(parameter, DTensor) or part.dim() == 0:
+            return part
+        return DTensor.from_local(
+            part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
 
     def restore(self, state: Mapping[str, torch.Tensor], *, updates: int, warm_updates: int = 0) -> None:
         """Go on from what `state` returned. Raises: CheckpointError naming what is missing or of another shape."""
         for name, master in self.masters.items():
             found = state.get(f"master.{name}")
-            if found is None or found.shape != master.shape:
-                what = "is missing" if found is None else f"has shape {list(found.shape)}, not {list(master.shape)}"
+            shape = self._parameters[name].shape
+            if found is None or found.shape != shape:
+                what = "is missing" if found is None else f"has shape {list(found.shape)}, not {list(shape)}"
                 raise CheckpointError(f"the optimizer's state: master weight {name} {what}")
-            master.copy_(found)
+            master.copy_(local_part(found))
             if updates:
                 moments: dict[str, Any] = {}
                 for key in ("step", "exp_avg", "exp_avg_sq"):
                     value = state.get(f"{key}.{name}")
                     if value is None:
                         raise CheckpointError(f"the optimizer's state: {key} of {name} is missing")
+                    value = local_part(value)
                     moments[key] = value.to(value.device if key == "step" else master.device)
                 self._adam.state[master] = moments
         self.updates, self.warm_updates = updates, warm_updates
         self._copy_to_model()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, which is all of one that is not sharded; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Adder:
@@ -138,5 +182,5 @@ class _Adder:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        self._total.add_(parameter.grad)
+        self._total.add_(local_part(parameter.grad))
         parameter.grad = None

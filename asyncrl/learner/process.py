@@ -1,18 +1,22 @@
 """The learner as a process: one request at a time over an inherited socket, until the socket closes.
 
 It knows no trio and starts no thread. SIGTERM and the end of the socket both let it remove what it published.
+
+Of several ranks the first has the socket. It passes every request on, all carry it out, and it replies.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,37 +30,44 @@ from asyncrl.learner.canary import canary_logprobs
 from asyncrl.learner.critic_kinds import open_critic, resume_critic
 from asyncrl.learner.model import load_model
 from asyncrl.learner.optimizer import Optimizer
-from asyncrl.learner.settings import LearnerJob, read_job
+from asyncrl.learner.ranks import ALONE, Place, Ranks
+from asyncrl.learner.settings import LearnerJob, check_ranks, parse_job, read_settings
+from asyncrl.learner.sharded import load_sharded
 from asyncrl.learner.step import Stepper
 from asyncrl.learner.supervised import SupervisedStepper
 from asyncrl.learner.teachers import open_teachers
 from asyncrl.protocols import StepResult, WeightPublisher
+from asyncrl.types import PolicyVersion, WeightManifest
 from asyncrl.weight_sync import TRANSPORTS
+from asyncrl.weight_sync.sharded import take_part
 
 
 class Learner:
     """Model, optimizer and publisher of one job."""
 
-    def __init__(self, job: LearnerJob) -> None:
+    def __init__(self, job: LearnerJob, ranks: Ranks = ALONE) -> None:
         settings = job.learner
         torch.manual_seed(job.seed)
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
+        _set_threads(settings.threads, ranks)
         self._job = job
-        device = _device(settings.device)
+        self._ranks = ranks
+        device = _device(settings.device, ranks)
         resumed = Path(job.resume_from) if job.resume_from else None
-        state = checkpoint.load(resumed) if resumed else None
-        self._model = load_model(
+        state = checkpoint.load(resumed, ranks=ranks) if resumed else None
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        load = load_model if ranks.count == 1 else partial(load_sharded, ranks=ranks)
+        self._model = load(
             job.model,
-            dtype=getattr(torch, settings.dtype),
+            dtype=self._dtype,
             device=device,
             temperature=job.temperature,
             head_dtype=torch.float32 if settings.head_dtype == "float32" else None,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
-        self._optimizer = Optimizer(self._model.tensors(), settings)
+        self._optimizer = Optimizer(self._model.tensors(), settings, ranks=ranks)
         if state is not None:
-            self._optimizer.restore(state.optimizer, updates=state.updates, warm_updates=state.warm_updates)
+            assert resumed is not None
+            checkpoint.restore_optimizer(self._optimizer, state, resumed, ranks=ranks)
             checkpoint.restore_random_state(state.random)
         self._teachers = open_teachers(job, self._model, self._optimizer.masters, device)
         if state is not None:
@@ -73,9 +84,10 @@ class Learner:
             critic=self._critic,
             version=state.version if state else 0,
             adapted=state.adapted if state else {},
+            ranks=ranks,
         )
-        self._supervised = SupervisedStepper(self._model, self._optimizer, settings)
-        self._publisher = _publisher(job)
+        self._supervised = SupervisedStepper(self._model, self._optimizer, settings, ranks=ranks)
+        self._publisher = _publisher(job, self._cast_to) if ranks.is_first else None
         self._device = device
 
     def hello(self) -> wire.Hello:
@@ -87,8 +99,8 @@ class Learner:
             canary_logprobs=self._canary_logprobs(),
         )
 
-    def answer(self, request: Any) -> wire.Message:
-        """Carry out one request and return its reply."""
+    def answer(self, request: Any) -> wire.Message | None:
+        """Carry out one request, as all ranks do, and return its reply, or None on a rank that has none to give."""
         match request:
             case wire.StepRequest():
                 return wire.StepReply(result=self._stepper.step(request.groups, request.options))
@@ -97,15 +109,28 @@ class Learner:
             case wire.SupervisedLossRequest():
                 return wire.SupervisedLossReply(loss=self._supervised.loss(request.segments))
             case wire.PublishRequest():
-                version = self._stepper.version
-                manifest = self._publisher.publish(self._weights(), version, keep=request.keep)
-                return wire.PublishReply(manifest=replace(manifest, canary_logprobs=self._canary_logprobs()))
+                manifest = self._publish(request.keep)
+                return None if manifest is None else wire.PublishReply(manifest=manifest)
             case wire.SaveRequest():
                 return wire.SaveReply(files=self._save(Path(request.directory)))
             case wire.ShutdownRequest():
                 self.close()
                 return wire.ShutdownReply()
         raise AssertionError(f"not a request: {request!r}")
+
+    @property
+    def _cast_to(self) -> torch.dtype | None:
+        """What the weights of ranks become where they leave the learner; a single one holds them so."""
+        return self._dtype if self._ranks.count > 1 else None
+
+    def _publish(self, keep: Collection[PolicyVersion]) -> WeightManifest | None:
+        manifest = None
+        if self._publisher is None:
+            take_part(self._weights(), self._cast_to)
+        else:
+            manifest = self._publisher.publish(self._weights(), self._stepper.version, keep=keep)
+        canary_logprobs = self._canary_logprobs()
+        return None if manifest is None else replace(manifest, canary_logprobs=canary_logprobs)
 
     def _supervised_step(self, request: wire.SupervisedStepRequest) -> StepResult:
         result = self._supervised.step(
@@ -132,33 +157,54 @@ class Learner:
             adapted=self._stepper.adapted,
             teacher=self._teachers.state(),
             critic=self._critic,
+            ranks=self._ranks,
+            cast_to=self._cast_to,
         )
 
     def close(self) -> None:
         """Remove what was published, and leave the servers that were asked. May be called twice."""
-        self._publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._teachers.close()
 
 
-def serve(stream: socket.socket, settings_path: Path) -> int:
+def serve(stream: socket.socket | None, settings_path: Path, place: Place = ALONE.place) -> int:
     """Answer requests until the socket closes or one fails; return the exit code.
 
-    What fails is sent as a Failure and printed with its traceback. Nothing published is left behind in any case.
+    What fails is sent as a Failure and printed with its traceback. Nothing published is left behind in any case. Only
+    the first of several ranks has a `stream`, and reads the settings.
     """
-    with _Failures(stream) as failures, closing(Learner(read_job(settings_path))) as learner:
-        wire.send(stream, learner.hello())
-        while (request := wire.receive(stream, wire.Request)) is not None:
-            reply = learner.answer(request)
-            wire.send(stream, reply)
-            if isinstance(reply, wire.ShutdownReply):
-                break
+    with _Failures(stream) as failures, closing(Ranks(place)) as ranks:
+        if ranks.is_first and ranks.count > 1:
+            exit_on_terminate()  # until all have met, a signal must end a process that waits for the others
+        job = parse_job(ranks.pass_on(read_settings(settings_path) if ranks.is_first else None), settings_path)
+        check_ranks(job.learner, ranks.count)
+        with closing(Learner(job, ranks)) as learner:
+            _converse(stream, learner, ranks)
     return failures.exit_code
+
+
+def _converse(stream: socket.socket | None, learner: Learner, ranks: Ranks) -> None:
+    hello = learner.hello()
+    if stream is not None:
+        wire.send(stream, hello)
+    while True:
+        frame = b"" if stream is None else wire.receive_frame(stream) or b""
+        if not (frame := ranks.pass_on(frame)):
+            return
+        request = wire.decode(frame, wire.Request)
+        reply = learner.answer(request)
+        if stream is not None:
+            assert reply is not None
+            wire.send(stream, reply)
+        if isinstance(request, wire.ShutdownRequest):
+            return
 
 
 class _Failures:
     """Turns an exception into a Failure message and exit code 1; a closed socket is an ordinary end."""
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket | None) -> None:
         self._stream = stream
         self.exit_code = 0
 
@@ -175,6 +221,8 @@ class _Failures:
         traceback.print_exception(error)
         sys.stderr.flush()
         self.exit_code = 1
+        if self._stream is None:
+            return True
         try:
             wire.send(self._stream, wire.Failure(kind=type(error).__name__, message=str(error)))
         except OSError:
@@ -191,15 +239,31 @@ def exit_on_terminate() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
+def _device(name: str, ranks: Ranks) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no CUDA device ([learner])")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if ranks.place.local_count > torch.cuda.device_count():
+        raise ConfigError(
+            f"{ranks.place.local_count} ranks of the learner are on this host and torch sees "
+            f"{torch.cuda.device_count()} CUDA devices: each rank takes one (ranks, [learner])"
+        )
+    torch.cuda.set_device(ranks.place.local_rank)
+    return torch.device("cuda", ranks.place.local_rank)
 
 
-def _publisher(job: LearnerJob) -> WeightPublisher:
+def _set_threads(threads: int, ranks: Ranks) -> None:
+    """Set the threads of one rank; 0 shares this host's cores among its ranks."""
+    if not threads and ranks.count > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks.place.local_count)
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _publisher(job: LearnerJob, cast_to: torch.dtype | None) -> WeightPublisher:
     module, _, name = TRANSPORTS[job.weight_sync.transport].partition(":")
     make: Callable[..., WeightPublisher] = getattr(importlib.import_module(module), name)
     settings = job.weight_sync
     options = {"directory": settings.directory} if settings.directory != Path("") else {}
-    return make(run_id=job.run_id, delta=settings.delta, verification=settings.verify, **options)
+    return make(run_id=job.run_id, delta=settings.delta, verification=settings.verify, cast_to=cast_to, **options)

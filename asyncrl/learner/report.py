@@ -9,6 +9,7 @@ Metrics of a step (nats, tokens, seconds; an absent key was not measurable in th
 | learning_rate | that was applied |
 | tokens_trained, num_loss_tokens | sampled tokens in the loss |
 | tokens_batch, tokens_forwarded | tokens of all segments; tokens that the body read, shared prefixes once |
+| rank_imbalance | of several ranks: tokens that the one with most forwards over their mean, less 1 |
 | num_segments_idle | segments with no gradient (advantages 0): forwarded for the diagnostics alone |
 | num_microbatches, num_segments, num_trajectories, num_failed_trajectories | counts of the batch |
 | seconds_packing, _forward_backward, _diagnostics, _optimizer, _step | of the step's parts and all of it |

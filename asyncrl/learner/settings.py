@@ -85,8 +85,11 @@ class LearnerSettings:
     """Of the logits behind log-probs: "float32", or "model" for `dtype`, faster, which rounds 20 by up to 0.06."""
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
+    ranks: int = 1
+    """Processes that hold the model between them (FSDP2): each keeps its part of weights and optimizer, and reads its
+    share of every batch. On GPUs each takes one. With more than one there is no critic, teacher, reference or pair."""
     threads: int = 0
-    """CPU threads; 0 takes one a core."""
+    """CPU threads of each rank; 0 takes one a core, shared among ranks."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
@@ -128,6 +131,7 @@ class LearnerSettings:
         for name, least, unit in (
             ("warmup_steps", 0, "optimizer steps"),
             ("microbatch_tokens", 1, "tokens"),
+            ("ranks", 1, "processes"),
             ("threads", 0, "threads"),
             ("weight_decay", 0.0, ""),
             ("max_grad_norm", 0.0, ""),
@@ -155,6 +159,19 @@ class LearnerSettings:
                 raise ConfigError(f"[learner.{section}] is set and not read by loss {self.loss!r} ([learner])")
         if self.critic.on:
             self._check_critic(loss)
+        if self.ranks > 1:
+            self._check_several_ranks(loss)
+
+    def _check_several_ranks(self, loss: LossSettings) -> None:
+        unshared = {
+            f'kind = "{self.critic.kind}" ([learner.critic])': self.critic.on,
+            f'source = "{self.teacher.source}" ([learner.teacher])': self.teacher.source != "none",
+            f"a reference, which loss {self.loss!r} or reward_kl_coef reads": self.needs_reference,
+            f"loss {self.loss!r}, which compares pairs": loss.objective == "pairs",
+        }
+        for what, found in unshared.items():
+            if found:
+                raise ConfigError(f"ranks = {self.ranks} ([learner]) cannot share {what}: set ranks = 1")
 
     def _check_critic(self, loss: LossSettings) -> None:
         if not loss.reads_advantage:
@@ -200,14 +217,31 @@ class LearnerJob:
         check_temperature(self.temperature, self.learner.teacher, self.learner.reference)
 
 
+def check_ranks(settings: LearnerSettings, count: int) -> None:
+    """Raise ConfigError unless as many processes were started as the settings say."""
+    if settings.ranks != count:
+        raise ConfigError(f"ranks = {settings.ranks} ([learner]), and {count} processes of the learner were started")
+
+
 def read_job(path: Path) -> LearnerJob:
     """Return the job in a JSON file. Raises ConfigError naming the file and the setting."""
+    return parse_job(read_settings(path), path)
+
+
+def read_settings(path: Path) -> bytes:
+    """Return what stands in the file of a job. Raises: ConfigError."""
     try:
-        table = msgspec.json.decode(path.read_bytes())
-        _refuse_unknown(LearnerJob, table, path)
-        return msgspec.convert(table, LearnerJob, dec_hook=_path)
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_job(data: bytes, path: Path) -> LearnerJob:
+    """Return the job that stands in JSON; `path` is named where something is wrong. Raises: ConfigError."""
+    try:
+        table = msgspec.json.decode(data)
+        _refuse_unknown(LearnerJob, table, path)
+        return msgspec.convert(table, LearnerJob, dec_hook=_path)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {error}") from None
 

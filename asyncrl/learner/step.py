@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from asyncrl.dealing import deal
 from asyncrl.learner.attribution import extreme_tokens, token_by_token
 from asyncrl.learner.credit import Selection, select
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.preferences import choose_pairs, pair_inputs, split_pairs
+from asyncrl.learner.ranks import ALONE, Ranks, merge_over
 from asyncrl.learner.report import attribute, describe, diagnose
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teachers import Teachers
@@ -43,8 +45,13 @@ class Stepper:
         critic: Critic | None = None,
         version: PolicyVersion = 0,
         adapted: Mapping[str, float] = MappingProxyType({}),
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`adapted` is what `adapted` gave before a restart."""
+        """`adapted` is what `adapted` gave before a restart; `ranks` hold the model between them and share each batch.
+
+        All of them are given the same groups, and come to the same result.
+        """
+        self._ranks = ranks
         self.version = version
         self._model = model
         self._optimizer = optimizer
@@ -77,9 +84,8 @@ class Stepper:
             self.version += 1
             return StepResult(version=self.version, metrics=metrics, stepped=False)
         microbatches = self._split(batch)
-        metrics["num_microbatches"] = len(microbatches)
+        metrics |= self._work(microbatches)
         metrics["num_segments_idle"] = float(self._without_gradient(batch).sum())
-        metrics["tokens_forwarded"] = sum(microbatch.num_slots for microbatch in microbatches)
         metrics["seconds_packing"] = clock.lap()
         influence = torch.zeros(batch.num_tokens, dtype=torch.float64)
         reference = selection.reference_logprobs
@@ -96,6 +102,7 @@ class Stepper:
         metrics["learning_rate"] = self._optimizer.learning_rate(options.learning_rate_scale)
         stepped = math.isfinite(norm) and (self._critic is None or self._critic.can_step)
         stepped = stepped and options.update and _are_within(metrics, options.limits)
+        stepped = bool(self._ranks.first_says(stepped))
         if stepped and not (self._critic is not None and self._critic.freezes_policy):
             self._optimizer.step(norm, scale=options.learning_rate_scale)
             self._teachers.advance()
@@ -126,7 +133,7 @@ class Stepper:
         following = next_entropy_coef(
             coef, seen["entropy"], target=settings.entropy_target, delta=settings.entropy_coef_step
         )
-        self._loss_settings["entropy_coef"] = following
+        self._loss_settings["entropy_coef"] = self._ranks.first_says(following)
         self._loss = resolve(settings.loss, **self._loss_settings)
         return {"entropy_coef": coef}
 
@@ -137,16 +144,32 @@ class Stepper:
         return select(groups, self._settings, reference=self._teachers.reference_logprobs, assign=assign)
 
     def _split(self, batch: Batch) -> list[Microbatch]:
+        """Return the microbatches of this rank's share of the batch."""
         size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
         if self._loss.objective == "pairs":
+            assert self._ranks.count == 1
             return split_pairs(batch, max_tokens=size, share_prefixes=share)
+        idle = self._without_gradient(batch)
+        shares = deal(batch, self._ranks.count, max_tokens=size, share_prefixes=share, apart=idle)
         return split(
             batch,
             max_tokens=size,
             share_prefixes=share,
             observations=self._loss.observation_coef > 0,
-            apart=self._without_gradient(batch),
+            apart=idle,
+            members=shares[self._ranks.place.rank],
         )
+
+    def _work(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
+        """Return what all ranks have to forward, given this one's microbatches."""
+        slots = sum(microbatch.num_slots for microbatch in microbatches)
+        work = torch.zeros(self._ranks.count, 2, dtype=torch.float64)
+        work[self._ranks.place.rank] = torch.tensor([len(microbatches), slots], dtype=torch.float64)
+        self._ranks.add_up(work)
+        found = {"num_microbatches": float(work[:, 0].sum()), "tokens_forwarded": float(work[:, 1].sum())}
+        if self._ranks.count > 1:
+            found["rank_imbalance"] = float(work[:, 1].max() / work[:, 1].mean()) - 1.0
+        return found
 
     def accumulate(
         self,
@@ -158,7 +181,8 @@ class Stepper:
     ) -> tuple[float, dict[str, Record], LossInputs]:
         """Add the gradients of the batch's losses to the optimizers' sums; `reference` [T] where it is known already.
 
-        Returns the loss, the loss's own metrics merged over microbatches, and the whole batch's inputs (detached).
+        `microbatches` are this rank's, and what is returned is of all ranks': the loss, the loss's own metrics merged
+        over microbatches, and the whole batch's inputs (detached).
         |d loss / d policy_logprob| of each token is written into `influence` [T] float64, which holds zeros.
         """
         counts = self._denominators(batch, microbatches)
@@ -167,9 +191,13 @@ class Stepper:
         entropy = torch.zeros(batch.num_tokens, dtype=torch.float64)
         total, parts = 0.0, []
         idle = self._without_gradient(batch)
-        for microbatch in microbatches:
+        learning = [m for m in microbatches if not bool(idle[m.segment_index].all())]
+        rest = [m for m in microbatches if bool(idle[m.segment_index].all())]
+        for microbatch, learns in [*self._in_step(learning, True), *self._in_step(rest, False)]:
+            if microbatch is None:
+                self._model.keep_pace(self._device, backward=learns)
+                continue
             there = to_device(microbatch, self._device)
-            learns = not bool(idle[microbatch.segment_index].all())
             with torch.set_grad_enabled(learns):
                 hidden = self._model.hidden(there)
                 logprobs_T, entropy_T = self._model.logprobs(there, hidden)
@@ -189,6 +217,9 @@ class Stepper:
             parts.append(output.metrics)
             policy[microbatch.token_index] = logprobs_T.detach().double().cpu()
             entropy[microbatch.token_index] = entropy_T.detach().double().cpu()
+        self._model.release()
+        self._ranks.add_up(policy, entropy, *([] if influence is None else [influence]))
+        total, records = self._ranks.total(total), merge_over(self._ranks, reduce(parts))
         if self._critic is not None:
             self._critic.accumulate(batch)
         whole = LossInputs(
@@ -203,7 +234,12 @@ class Stepper:
             group_index=batch.group_index,
             entropy=entropy,
         )
-        return total, reduce(parts), whole
+        return total, records, whole
+
+    def _in_step(self, microbatches: Sequence[Microbatch], learns: bool) -> Iterator[tuple[Microbatch | None, bool]]:
+        """Yield this rank's microbatches, and None where another rank has more of the kind."""
+        for microbatch in self._ranks.in_step(microbatches):
+            yield microbatch, learns
 
     def _without_gradient(self, batch: Batch) -> torch.Tensor:
         """Return [S] bool: segments that have no gradient, because every advantage is 0 or their reward is too small.
@@ -232,9 +268,13 @@ class Stepper:
         if self._loss.renormalise:
             policy = torch.zeros_like(batch.behaviour_logprobs)
             with torch.no_grad():
-                for microbatch in microbatches:
+                for microbatch in self._ranks.in_step(microbatches):
+                    if microbatch is None:
+                        self._model.keep_pace(self._device, backward=False)
+                        continue
                     logprobs_T, _ = self._model.logprobs(to_device(microbatch, self._device))
                     policy[microbatch.token_index] = logprobs_T.float().cpu()
+            self._ranks.add_up(policy)
         inputs = LossInputs(
             policy_logprobs=policy,
             behaviour_logprobs=batch.behaviour_logprobs,

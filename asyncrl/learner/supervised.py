@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from asyncrl.dealing import deal
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.losses import LossInputs, denominators, evaluate
 from asyncrl.packing import Batch, Microbatch, lay_out, split, to_device
@@ -26,7 +28,11 @@ _LOSS = "sft"
 class SupervisedStepper:
     """Raises the likelihood of demonstrations on one model."""
 
-    def __init__(self, model: PolicyModel, optimizer: Optimizer, settings: LearnerSettings) -> None:
+    def __init__(
+        self, model: PolicyModel, optimizer: Optimizer, settings: LearnerSettings, *, ranks: Ranks = ALONE
+    ) -> None:
+        """`ranks` hold the model between them and share each batch; all of them are given the same segments."""
+        self._ranks = ranks
         self._model = model
         self._optimizer = optimizer
         self._settings = settings
@@ -41,7 +47,7 @@ class SupervisedStepper:
         batch, microbatches = self._split(segments)
         loss = self._accumulate(batch, microbatches)
         norm = self._optimizer.gradient_norm()
-        stepped = math.isfinite(norm)
+        stepped = bool(self._ranks.first_says(math.isfinite(norm)))
         if stepped:
             self._optimizer.step(norm, learning_rate=learning_rate)
         else:
@@ -51,7 +57,7 @@ class SupervisedStepper:
             "loss": loss,
             "tokens_trained": float(batch.num_loss_tokens),
             "tokens_batch": float(batch.num_tokens),
-            "num_microbatches": float(len(microbatches)),
+            "num_microbatches": self._ranks.total(len(microbatches)),
             "grad_norm": norm,
             "grad_norm_nonfinite": float(not stepped),
             "learning_rate": learning_rate,
@@ -75,9 +81,10 @@ class SupervisedStepper:
             advantages=nothing,
             rewards=nothing,
         )
-        settings = self._settings
-        microbatches = split(batch, max_tokens=settings.microbatch_tokens, share_prefixes=settings.share_prefixes)
-        return batch, microbatches
+        size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
+        shares = deal(batch, self._ranks.count, max_tokens=size, share_prefixes=share)
+        members = shares[self._ranks.place.rank]
+        return batch, split(batch, max_tokens=size, share_prefixes=share, members=members)
 
     def _accumulate(self, batch: Batch, microbatches: Sequence[Microbatch]) -> float:
         """Return the batch's loss; where gradients are on, they are added to the optimizer's sums."""
@@ -86,7 +93,10 @@ class SupervisedStepper:
         )
         counts = denominators(_LOSS, whole)
         total = 0.0
-        for microbatch in microbatches:
+        for microbatch in self._ranks.in_step(microbatches):
+            if microbatch is None:
+                self._model.keep_pace(self._device, backward=torch.is_grad_enabled())
+                continue
             logprobs_T, _ = self._model.logprobs(to_device(microbatch, self._device))
             inputs = LossInputs(
                 policy_logprobs=logprobs_T,
@@ -98,4 +108,5 @@ class SupervisedStepper:
             if torch.is_grad_enabled():
                 loss.backward()
             total += float(loss.detach())
-        return total
+        self._model.release()
+        return self._ranks.total(total)

@@ -1,0 +1,120 @@
+"""The policy's weights over all ranks: PyTorch's FSDP2, one group of weights a layer and one for the rest.
+
+Each rank keeps its part of every weight in float32, which is the master; a layer is gathered in the dtype of the
+forward pass when it is needed and let go of afterwards. Gradients are summed over ranks in float32: a microbatch's loss
+is divided by the whole batch's counts, so a sum is what belongs together, never a mean.
+
+The first rank alone reads the model's files. It hands out the architecture, then tensor by tensor; another rank never
+holds more than its own part and the largest tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.learner import attention
+from asyncrl.learner.model import PolicyModel, hidden_states, prepare, read_model
+from asyncrl.learner.ranks import Ranks
+from asyncrl.packing import Microbatch
+
+_READ = "read_microbatch"
+
+
+class ShardedModel(PolicyModel):
+    """A causal language model of which this rank holds a part."""
+
+    def hidden(self, microbatch: Microbatch) -> torch.Tensor:
+        """See `PolicyModel.hidden`. All ranks call it at once; the head's weight is whole until the backward pass."""
+        states: torch.Tensor = getattr(self.model, _READ)(microbatch)
+        return states
+
+    def release(self) -> None:
+        """See `PolicyModel.release`: a pass without a gradient leaves the head and embeddings whole."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.reshard()
+
+
+def load_sharded(
+    directory: Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    temperature: float,
+    head_dtype: torch.dtype | None,
+    gradient_checkpointing: bool,
+) -> ShardedModel:
+    """Return this rank's part of the model in `directory`, which the first rank alone reads. All ranks call it at once.
+
+    Its parameters are float32 (float64 for float64); `dtype` is what they are gathered in. Raises: ConfigError as
+    `load_model`, and for an architecture that does not say what a layer is.
+    """
+    whole = read_model(directory, dtype=dtype) if ranks.is_first else None
+    told = b"" if whole is None else whole.config.to_json_string().encode()
+    model = _without_weights(json.loads(ranks.pass_on(told)), dtype)
+    prepare(model, gradient_checkpointing=gradient_checkpointing)
+    model.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    _shard(model, ranks, dtype, device)
+    model.to_empty(device=device)
+    model.tie_weights()
+    with torch.no_grad():
+        _hand_out(model, {} if whole is None else _tensors(whole), ranks)
+    return ShardedModel(model, temperature=temperature, head_dtype=head_dtype)
+
+
+def _without_weights(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    attention.register()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention.NAME
+        )
+
+
+def _shard(model: Any, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if not layers:
+        raise ConfigError(f"{type(model).__name__} does not say what a layer is; use ranks = 1 ([learner])")
+    mesh = init_device_mesh(device.type, (ranks.count,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    setattr(model, _READ, MethodType(_read, model))
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    register_fsdp_forward_method(model, _READ)
+    for module in (*layers, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # else the factor is multiplied in by what gloo does not have
+
+
+def _read(model: Any, microbatch: Microbatch) -> torch.Tensor:
+    return hidden_states(model.get_decoder(), microbatch)
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _hand_out(model: Any, whole: dict[str, torch.Tensor], ranks: Ranks) -> None:
+    """Fill the model's tensors with the first rank's, which is emptied on the way."""
+    for name, tensor in _tensors(model).items():
+        found = whole.pop(name, None)
+        assert (found is not None) == ranks.is_first, name
+        if isinstance(tensor, DTensor):
+            given = torch.empty(tensor.shape, dtype=tensor.dtype) if found is None else found.to(tensor.dtype)
+            part = distribute_tensor(given.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=0)
+            tensor.to_local().copy_(part.to_local())
+        else:
+            given = torch.empty(tensor.shape, dtype=tensor.dtype) if found is None else found
+            ranks.hand_out(given)
+            tensor.copy_(given)

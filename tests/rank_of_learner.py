@@ -1,0 +1,63 @@
+"""The ranks of a learner: `test_learner_ranks` runs two or four.
+
+    python rank_of_learner.py WORLD_SIZE DIRECTORY
+
+DIRECTORY holds `runs.json` (see `learn`); `rank-RANK.json` takes what each run came to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gloo_ranks import forked
+from synthetic_groups import random_groups
+
+from asyncrl import wire
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.process import Learner
+from asyncrl.learner.ranks import ALONE, Place, Ranks
+from asyncrl.learner.settings import parse_job
+
+
+def learn(run: Mapping[str, Any], ranks: Ranks = ALONE) -> dict[str, Any]:
+    """Step on each batch, publish, and save where that is asked; return the metrics of all steps, or why it could not.
+
+    A run is {"job", "first": version, "seeds": of its batches, "save": directory or ""}.
+    """
+    try:
+        learner = Learner(parse_job(json.dumps(run["job"]).encode(), Path("job")), ranks)
+    except CheckpointError as error:
+        return {"refused": str(error)}
+    steps = []
+    for version, seed in enumerate(run["seeds"], start=run["first"]):
+        reply = learner.answer(wire.StepRequest(groups=random_groups(seed, num_groups=4, versions=(version,))))
+        assert isinstance(reply, wire.StepReply)
+        steps.append({**reply.result.metrics, "top": reply.result.top_ratios, "spikes": reply.result.spikes})
+    demonstrations = [t.segments[0] for group in random_groups(99) for t in group.trajectories]
+    measured = learner.answer(wire.SupervisedLossRequest(segments=demonstrations))
+    assert isinstance(measured, wire.SupervisedLossReply)
+    canary = learner.hello().canary_logprobs
+    learner.answer(wire.PublishRequest())
+    if run["save"]:
+        Path(run["save"]).mkdir(exist_ok=True)
+        learner.answer(wire.SaveRequest(directory=run["save"]))
+    learner.close()
+    return {"steps": steps, "supervised": measured.loss, "canary": canary}
+
+
+def main(rank: int, world_size: int, directory: Path) -> None:
+    """Take part in every run; the model's files are out of reach of all ranks but the first."""
+    ranks = Ranks(Place(rank, world_size, rank, world_size, f"file://{directory / 'rendezvous'}"))
+    found = []
+    for run in json.loads((directory / "runs.json").read_text()):
+        job = run["job"] if ranks.is_first else {**run["job"], "model": "/nonexistent"}
+        found.append(learn({**run, "job": job}, ranks))
+    ranks.close()
+    (directory / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    forked(main)
