@@ -43,7 +43,7 @@ class Conversation:
         self._sampler = sampler
         self._max_tokens = max_tokens
         self._max_episode_tokens = max_episode_tokens or math.inf
-        self._stop_token_ids = tuple(stop_token_ids)
+        self._stop_token_ids = (*renderer.stop_token_ids, *stop_token_ids)
 
     @property
     def token_ids(self) -> TokenIds:

@@ -46,7 +46,7 @@ def load_demonstrations(config: Config) -> Demonstrations | None:
     settings = config.warm_start
     if not settings.enabled:
         return None
-    renderer = ChatRenderer.load(config.model.path)
+    renderer = config.environment.chat.rendering(ChatRenderer.load(config.model.path))
     options = resolve_options(config.environment)
     if hasattr(options, "rendering"):  # the environment brings a template, or tools: its episodes are rendered so too
         renderer = options.rendering(renderer)

@@ -225,7 +225,7 @@ async def open_tasks(config: Config) -> AsyncIterator[tuple[Any, ChatRenderer, S
                     raise ConfigError(
                         f"environment {config.environment.name!r} has no all_tasks() that lists its tasks"
                     )
-                yield environment, renderer, sandboxes
+                yield environment, config.environment.chat.rendering(renderer), sandboxes
             finally:
                 await environment.aclose()
 

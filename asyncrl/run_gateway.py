@@ -63,7 +63,7 @@ async def serve_gateway(
 def make_gateway(config: Config, renderer: ChatRenderer, pool: EnginePool) -> Gateway:
     """Return the gateway of a configuration before a pool."""
     return Gateway(
-        renderer,
+        config.environment.chat.rendering(renderer),
         config.gateway,
         temperature=config.sampling.temperature,
         max_model_len=config.engine.max_model_len,

@@ -47,6 +47,7 @@ class ChatRenderer:
         template: str | None,
         *,
         end_token_ids: Collection[int],
+        stop_token_ids: Collection[int] = (),
         vocab_size: int | None = None,
         variables: Mapping[str, Any] | None = None,
         name: str = "the model",
@@ -63,6 +64,8 @@ class ChatRenderer:
         """The chat template, for who must know what it says."""
         self.end_token_ids = frozenset(end_token_ids)
         """Ids with which a reply ends."""
+        self.stop_token_ids = tuple(sorted(stop_token_ids))
+        """Those of them that are not the model's own, and that the engine must be told."""
         self.vocab_size = vocab_size if vocab_size is not None else tokenizer.get_vocab_size(with_added_tokens=True)
         """Ids are below this: the model's number of rows where its configuration tells it."""
         self.takes_tools = False
@@ -82,14 +85,19 @@ class ChatRenderer:
 
     def with_template(self, template: str) -> ChatRenderer:
         """Return a renderer of the same model with another template. Raises: ConfigError as the constructor does."""
-        return ChatRenderer(
-            self._tokenizer,
-            template,
-            end_token_ids=self.end_token_ids,
-            vocab_size=self.vocab_size,
-            variables=self._variables,
-            name=self._name,
-        )
+        return self._changed(template=template)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatRenderer:
+        """Return a renderer whose template is given other or more variables. Raises: ConfigError as the constructor."""
+        return self._changed(variables={**self._variables, **variables})
+
+    def with_end_tokens(self, token_ids: Collection[int]) -> ChatRenderer:
+        """Return a renderer with which replies end with `token_ids` too. Raises: ConfigError as the constructor."""
+        more = {*token_ids} - self.end_token_ids
+        return self._changed(end_token_ids=[*self.end_token_ids, *more], stop_token_ids=[*self.stop_token_ids, *more])
+
+    def _changed(self, **changes: Any) -> ChatRenderer:
+        return ChatRenderer(self._tokenizer, **{**self._parts(), **changes})
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
         """Return a renderer whose template is given `tools`, in the form of OpenAI's function calling.
@@ -103,10 +111,13 @@ class ChatRenderer:
 
     def record(self) -> dict[str, Any]:
         """Return what `of_record` makes the same renderer of, in another process say (JSON-like)."""
+        return {"tokenizer": self._tokenizer.to_str(), **self._parts()}
+
+    def _parts(self) -> dict[str, Any]:
         return {
-            "tokenizer": self._tokenizer.to_str(),
             "template": self.template_text or None,
             "end_token_ids": sorted(self.end_token_ids),
+            "stop_token_ids": list(self.stop_token_ids),
             "vocab_size": self.vocab_size,
             "variables": self._variables,
             "name": self._name,
@@ -209,7 +220,7 @@ class ChatRenderer:
         self.require_template()
         assert self._template is not None
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
+            return self._template.render(messages=messages, **{"add_generation_prompt": True, **self._variables})
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template of {self._name} refuses the messages: {error}") from error
 

@@ -169,6 +169,7 @@ class AgentEnvironment(EpisodeEnvironment):
             deadline_s=self.settings.episode_timeout_s,
             max_turns=self.settings.max_turns,
             max_tokens=self.settings.max_tokens,
+            renderer=self._renderer,
         )
         with tempfile.TemporaryDirectory(prefix="asyncrl-agent-", ignore_cleanup_errors=True) as scratch:
             async with opened as session:

@@ -1,4 +1,4 @@
-"""What may be set about coding agents, and the chat template for models that have none."""
+"""What may be set about coding agents."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ from typing import Any
 from asyncrl.coding.bundled import resolve_task_options
 from asyncrl.coding.rewards import RewardSettings
 from asyncrl.coding.tools import CallFormat, tool_schemas
+from asyncrl.environments.chat import read_template
 from asyncrl.errors import ConfigError
 from asyncrl.rollout import RolloutSettings
 from asyncrl.tokens import ChatRenderer
 
 _WHERE = "[environment.options]"
-
-PLAIN_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "### {{ message.role | capitalize }}\n{{ message.content }}"
-    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}### Assistant\n{% endif %}"
-)
-"""For base models: titled paragraphs, and the model's own end token after a reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +48,7 @@ class CodingAgentSettings(RolloutSettings):
     """Replies begin behind an opening fence, or tag, that is put there for the model, and end with the closing one
     where that is one of the model's tokens: one call a reply, and no words besides."""
     template: str = ""
-    """The chat template: empty for the model's own, "plain" for one that needs nothing of the model, or a file."""
+    """The chat template, as in [environment.chat]; empty for what is set there, or the model's own."""
     system: str = "You work on code in a sandbox, by calling tools."
     """System message, before the tools and limits; where it is empty, those stand in the user's first message."""
     shown_file_characters: int = 0
@@ -88,7 +79,7 @@ class CodingAgentSettings(RolloutSettings):
         Raises: ConfigError where the template cannot be had, or refuses the tools.
         """
         if self.template:
-            renderer = renderer.with_template(read_template(self.template))
+            renderer = renderer.with_template(read_template(self.template, where=_WHERE))
         if not self.tells_tools_by_template(renderer):
             return renderer
         renderer = renderer.with_tools(tool_schemas())
@@ -121,15 +112,3 @@ class CodingAgentSettings(RolloutSettings):
                 f"tool_timeout_s must be > 0 and at most episode_timeout_s = {self.episode_timeout_s:g}, got "
                 f"{self.tool_timeout_s} ({_WHERE})"
             )
-
-
-def read_template(name: str) -> str:
-    """Return the text of a template by its setting. Raises: ConfigError where there is no such file."""
-    if name == "plain":
-        return PLAIN_TEMPLATE
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f'template = {name!r} is neither "plain" nor a file that can be read: {error} ({_WHERE})'
-        ) from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.environments.chat import ChatSettings
 from asyncrl.environments.latency import LatencySettings
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Environment, SandboxBackend
@@ -34,6 +35,8 @@ class EnvironmentSettings:
     """A name of the ENVIRONMENTS table, or "package.module:Class"."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own settings: the fields of its `settings_type`."""
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    """How its messages become tokens."""
     latency: LatencySettings = field(default_factory=LatencySettings)
     """Seconds added to every episode of a run, for experiments."""
 
@@ -111,6 +114,7 @@ def load_environment(
     Its class is called with its settings, and `renderer`, `sandboxes` and `seed` by keyword. Raises: ConfigError.
     """
     options = resolve_options(settings)
+    renderer = settings.chat.rendering(renderer)
     environment = environment_class(settings.name)(options, renderer=renderer, sandboxes=sandboxes, seed=seed)
     if not isinstance(environment, Environment):
         wanted = "get_item, held_out, collect_trajectories, state, restore, aclose and name"

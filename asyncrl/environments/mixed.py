@@ -23,6 +23,7 @@ from typing import Any
 import trio
 
 from asyncrl.collecting import collect_from
+from asyncrl.environments.chat import ChatSettings
 from asyncrl.environments.loading import EnvironmentSettings, load_environment, resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import is_solved
@@ -53,6 +54,8 @@ class MixedPart:
     weight: float = 1.0
     """Above 0: its share of the groups, relative to the others' weights."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    """How its messages become tokens, as in [environment.chat]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ def _longest_episode_s(part: MixedPart) -> float:
 
 def settings_of(part: MixedPart) -> EnvironmentSettings:
     """Return a part's settings as its own [environment] would have them."""
-    return EnvironmentSettings(name=part.name, options=part.options)
+    return EnvironmentSettings(name=part.name, options=part.options, chat=part.chat)
 
 
 def shares(weights: Mapping[str, float], minimum: float) -> dict[str, float]:

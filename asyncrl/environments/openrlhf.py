@@ -82,7 +82,12 @@ class OpenRLHFEnvironment(FileTaskEnvironment):
                 status = TrajectoryStatus.TRUNCATED_LENGTH
                 break
             prompt, limit = TokenIds(history + context), min(room, self.settings.max_tokens)
-            completion = await sampler.sample(prompt, max_tokens=limit, trajectory_id=trajectory_id)
+            completion = await sampler.sample(
+                prompt,
+                max_tokens=limit,
+                trajectory_id=trajectory_id,
+                stop_token_ids=self.renderer.stop_token_ids,
+            )
             history = TokenIds(prompt + completion.token_ids)
             action = self.renderer.decode(completion.token_ids, keep_special=True)
             said = await call(agent.step, {"observation_text": observed, "action_text": action, "label": label})

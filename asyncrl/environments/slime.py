@@ -238,7 +238,7 @@ class _Generator:
             prompt,
             max_tokens=limit,
             trajectory_id=self._trajectory_id,
-            stop_token_ids=tuple(wanted.get("stop_token_ids") or ()),
+            stop_token_ids=(*self._renderer.stop_token_ids, *(wanted.get("stop_token_ids") or ())),
         )
         self._sampled.add(prompt, completion)
         newest = max((span.version for span in completion.spans), default=0)

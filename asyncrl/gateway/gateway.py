@@ -132,12 +132,13 @@ class Gateway:
         deadline_s: float = math.inf,
         max_turns: int = 0,
         max_tokens: int = 0,
+        renderer: ChatRenderer | None = None,
     ) -> AsyncIterator[Session]:
         """Open a session for one rollout; on leaving, nothing more is answered for it.
 
         `deadline_s` from now its requests end and further ones are refused; what it recorded can still be closed. It
-        may take `max_turns` completions of at most `max_tokens` tokens each; 0 is no limit.
-        Raises: EnvironmentFault where the gateway does not serve.
+        may take `max_turns` completions of at most `max_tokens` tokens each; 0 is no limit. A `renderer` is taken
+        instead of the gateway's own. Raises: EnvironmentFault where the gateway does not serve.
         """
         session = self.open(
             sampler,
@@ -146,6 +147,7 @@ class Gateway:
             deadline_s=deadline_s,
             max_turns=max_turns,
             max_tokens=max_tokens,
+            renderer=renderer,
         )
         try:
             yield session
@@ -163,6 +165,7 @@ class Gateway:
         max_requests: int = 0,
         max_turns: int = 0,
         max_tokens: int = 0,
+        renderer: ChatRenderer | None = None,
     ) -> Session:
         """Return a new session, which the caller must `forget`.
 
@@ -171,8 +174,11 @@ class Gateway:
         """
         if not self.url:
             raise EnvironmentFault("the gateway does not serve: nobody could reach the session")
+        model = self.model
+        if renderer is not None and renderer is not model.renderer:
+            model = model.speaking(renderer)
         if record is None:
-            record = Record(end_token_ids=self.model.renderer.end_token_ids, vocab_size=self.model.renderer.vocab_size)
+            record = Record(end_token_ids=model.renderer.end_token_ids, vocab_size=model.renderer.vocab_size)
         session = Session(
             sampler,
             record,
@@ -184,6 +190,7 @@ class Gateway:
             max_turns=max_turns,
             max_tokens=max_tokens,
         )
+        session.model = model
         self._by_id[session.session_id] = self._by_token[session.token] = session
         return session
 
@@ -261,7 +268,7 @@ class Gateway:
             self._admit(session)
             fields = await self.fields(request)
             with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
-                found = await face(self.model, session, fields)
+                found = await face(session.model or self.model, session, fields)
             self._answered += 1
             return found
 
@@ -299,21 +306,20 @@ class Gateway:
         body = await request.body(max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
         return Fields(body)
 
-    def _know(self, request: Request) -> None:
-        if not self.is_operator(request):
-            self.session_of(request)
+    def _known(self, request: Request) -> ServedModel:
+        """Return the model as whoever asks is shown it. Raises: Refused where nobody knows them."""
+        if self.is_operator(request) and "session" not in request.parameters:
+            return self.model
+        return self.session_of(request).model or self.model
 
     async def _models(self, request: Request) -> Answer:
-        self._know(request)
-        return openai.models(self.model)
+        return openai.models(self._known(request))
 
     async def _tokenize(self, request: Request) -> Answer:
-        self._know(request)
-        return await openai.tokenize(self.model, await self.fields(request))
+        return await openai.tokenize(self._known(request), await self.fields(request))
 
     async def _detokenize(self, request: Request) -> Answer:
-        self._know(request)
-        return openai.detokenize(self.model, await self.fields(request))
+        return openai.detokenize(self._known(request), await self.fields(request))
 
     async def _health(self, request: Request) -> Answer:
         return json_answer({})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,11 @@ class ServedModel:
             tool_format=format_of(renderer.template_text, settings.tool_format),
         )
 
+    def speaking(self, renderer: ChatRenderer) -> ServedModel:
+        """Return the same model with another renderer, the one of an environment with a template of its own."""
+        form = format_of(renderer.template_text, self.settings.tool_format)
+        return replace(self, renderer=renderer, tool_format=form)
+
     async def encode(self, text: str) -> TokenIds:
         """Return the ids of plain text; nothing is added."""
         return await self._work(len(text), partial(self.renderer.encode, text))
@@ -102,15 +107,16 @@ class ServedModel:
         session.ignored.update(wanted.ignored)
         if not prompt:
             raise Refused(400, "the prompt is empty")
+        stops = (*self.renderer.stop_token_ids, *wanted.stop_token_ids)
         if wanted.n == 1:  # as nearly all are
-            only = await session.sample(prompt, max_tokens=limit, stop_token_ids=wanted.stop_token_ids)
+            only = await session.sample(prompt, max_tokens=limit, stop_token_ids=stops)
             return [choice_of(only, wanted, self.renderer)]
         found: dict[int, Completion] = {}
         refused: list[Refused] = []
 
         async def one(index: int) -> None:
             try:
-                found[index] = await session.sample(prompt, max_tokens=limit, stop_token_ids=wanted.stop_token_ids)
+                found[index] = await session.sample(prompt, max_tokens=limit, stop_token_ids=stops)
             except Refused as error:
                 refused.append(error)
                 nursery.cancel_scope.cancel()

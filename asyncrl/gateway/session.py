@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -18,6 +18,9 @@ from asyncrl.gateway.http import Refused
 from asyncrl.gateway.record import Record
 from asyncrl.protocols import Sampler
 from asyncrl.types import Completion, FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus
+
+if TYPE_CHECKING:
+    from asyncrl.gateway.model import ServedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class Session:
         self.url = f"{url}/sessions/{self.session_id}"
         """Below it lie all routes; Anthropic's clients take it as their base URL."""
         self.record = record
+        self.model: ServedModel | None = None
+        """As its environment speaks to it; None is the gateway's own. Set by the gateway."""
         self.task = task
         self.trajectory_id = trajectory_id
         self.deadline_s = deadline_s
