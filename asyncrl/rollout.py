@@ -355,6 +355,15 @@ class MultiTurnEnvironment(EpisodeEnvironment):
         """Return what the episode is worth as it stands; asked where `step` gave no reward."""
         return Grade(reward=0.0)
 
+    def spoken(self, episode: Episode) -> str:
+        """Return the last reply with its special tokens, which calls of tools may be made of; end tokens left out."""
+        if not episode.turns:
+            return episode.replies[-1] if episode.replies else ""
+        token_ids = list(episode.turns[-1].completion.token_ids)
+        while token_ids and token_ids[-1] in self.renderer.end_token_ids:
+            token_ids.pop()
+        return self.reply_prefix + self.renderer.decode(token_ids, keep_special=True)
+
     def holding(self, episode: Episode) -> contextlib.AbstractAsyncContextManager[Any]:
         """Return what holds open what one episode needs, its sandbox say; it is left once the episode is graded.
 

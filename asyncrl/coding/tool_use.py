@@ -46,7 +46,9 @@ class ToolUser:
         path = call.arguments["path"]
         try:
             if call.name == "read":
-                return ToolResult(shown=self.shorten(_text(await self.sandbox.read(path))) or "(the file is empty)")
+                return ToolResult(
+                    shown=shorten(_text(await self.sandbox.read(path)), self.shown_characters) or "(the file is empty)"
+                )
             if call.name == "write":
                 data = call.arguments["content"].encode()
                 await self.sandbox.write(path, data)
@@ -72,7 +74,7 @@ class ToolUser:
             ended = f"ended by the limit on {result.outcome}"
         if result.detail:
             ended += f" ({result.detail})"
-        output = self.shorten(_text(result.stdout + result.stderr), num_bytes=result.output_bytes)
+        output = shorten(_text(result.stdout + result.stderr), self.shown_characters, num_bytes=result.output_bytes)
         return ToolResult(shown=f"{ended}\n{output}" if output else ended, command=result)
 
     async def _edit(self, path: str, old: bytes, new: bytes) -> ToolResult:
@@ -91,14 +93,15 @@ class ToolUser:
             return ""
         return f'[ -n "${{ASYNCRL_SHELL-}}" ] || {{ ASYNCRL_SHELL=1\n{exported(self.variables)}}}; '
 
-    def shorten(self, text: str, *, num_bytes: int | None = None) -> str:
-        """Return head and tail of a text that is too long, with what is left out stated."""
-        if len(text) <= self.shown_characters:
-            return text
-        half = self.shown_characters // 2
-        whole = f"{num_bytes} bytes" if num_bytes is not None else f"{len(text)} characters"
-        tail = text[len(text) - (self.shown_characters - half) :]
-        return f"{text[:half]}\n[... the middle is left out; {whole} in all ...]\n{tail}"
+
+def shorten(text: str, shown_characters: int, *, num_bytes: int | None = None) -> str:
+    """Return head and tail of a text that is too long, with what is left out stated."""
+    if len(text) <= shown_characters:
+        return text
+    half = shown_characters // 2
+    whole = f"{num_bytes} bytes" if num_bytes is not None else f"{len(text)} characters"
+    tail = text[len(text) - (shown_characters - half) :]
+    return f"{text[:half]}\n[... the middle is left out; {whole} in all ...]\n{tail}"
 
 
 def _text(data: bytes) -> str:

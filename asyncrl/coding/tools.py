@@ -11,12 +11,13 @@ why; it takes its place among the others, so that the answers come in the order 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from asyncrl.coding.native_calls import MAX_CALLS, TOO_MANY, Malformed, native_calls, write_native
 
 
 class CallFormat(StrEnum):
@@ -87,26 +88,16 @@ class ToolCall:
     """All that the tool wants, and nothing else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Malformed:
-    """What was meant as a call, or a reply without any."""
-
-    reason: str
-    """As the agent is told it, in a few words."""
-
-
 _MAX_ARGUMENT_CHARACTERS = 2**20  # as large as the largest file that is read back
-_MAX_CALLS = 8  # of one reply; each costs an answer in the context, and none of the later ones can know the earlier
 _NO_CALL = Malformed(reason=f"no tool was called; the tools are {', '.join(TOOLS)}")
-_TOO_MANY = Malformed(reason=f"a reply may hold {_MAX_CALLS} calls; the others were not looked at")
 
 
 def read_calls(text: str, form: CallFormat) -> tuple[ToolCall | Malformed, ...]:
     """Return the calls of a reply in order, never none: a reply without a call is malformed itself."""
     found: list[ToolCall | Malformed] = []
-    for call in _native_calls(text) if form is CallFormat.NATIVE else _fenced_calls(text):
-        if len(found) == _MAX_CALLS:
-            return (*found, _TOO_MANY)
+    for call in native_calls(text, _checked) if form is CallFormat.NATIVE else _fenced_calls(text):
+        if len(found) == MAX_CALLS:
+            return (*found, TOO_MANY)
         found.append(call)
     return tuple(found) or (_NO_CALL,)
 
@@ -144,71 +135,6 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-# --- native ---------------------------------------------------------------------------------------------------
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_BLANK = re.compile(r"\s*")
-
-
-def _native_calls(text: str) -> Iterator[ToolCall | Malformed]:
-    place = text.find(_OPEN)
-    while place >= 0:
-        start = _skip_blank(text, place + len(_OPEN))
-        call, end = _native_call(text, start)
-        yield call
-        place = text.find(_OPEN, end)
-
-
-def _native_call(text: str, start: int) -> tuple[ToolCall | Malformed, int]:
-    """Return the call whose JSON begins at `start`, and where to look for the next one."""
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-    except RecursionError:
-        return Malformed(reason="the call is nested too deeply"), _after_close(text, start)
-    except ValueError as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        return Malformed(reason=f"the call is not JSON: {reason[:80]}"), _after_close(text, start)
-    end = _skip_blank(text, end)
-    if not text.startswith(_CLOSE, end):
-        return Malformed(reason=f"the call is not closed by {_CLOSE}"), end
-    return _native_checked(value), end
-
-
-def _after_close(text: str, start: int) -> int:
-    """Return where a call ends that cannot be read: what its broken text quotes is no call."""
-    end = text.find(_CLOSE, start)
-    return len(text) if end < 0 else end + len(_CLOSE)
-
-
-def _native_checked(value: Any) -> ToolCall | Malformed:
-    if not isinstance(value, dict) or not {"name"} <= {*value} <= {"name", "arguments"}:
-        return Malformed(reason='a call is {"name": ..., "arguments": {...}}')
-    name, arguments = value["name"], value.get("arguments", {})
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Malformed(reason="name must be text and arguments an object")
-    return _checked(name, arguments)
-
-
-def _skip_blank(text: str, place: int) -> int:
-    found = _BLANK.match(text, place)
-    assert found is not None
-    return found.end()
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name is given twice")
-    return found
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice, strict=False)
 
 
 # --- fenced ---------------------------------------------------------------------------------------------------
@@ -279,8 +205,7 @@ def write_call(call: ToolCall, form: CallFormat) -> str:
     """Return the text of a call, as `read_calls` reads it. Raises: ValueError for an edit that no block can hold."""
     arguments = call.arguments
     if form is CallFormat.NATIVE:
-        body = json.dumps({"name": call.name, "arguments": dict(arguments)}, ensure_ascii=False)
-        return f"{_OPEN}\n{body}\n{_CLOSE}"
+        return write_native(call.name, arguments)
     inside = ""
     if call.name == "run":
         inside = f"\n{arguments['command']}"

@@ -28,13 +28,14 @@ from asyncrl.coding.bundled import load_task_set
 from asyncrl.coding.evidence import KEY as EVIDENCE
 from asyncrl.coding.evidence import Trail
 from asyncrl.coding.grading import Grader
+from asyncrl.coding.native_calls import Malformed
 from asyncrl.coding.places import begin_step
 from asyncrl.coding.prompts import answered, asked, mistaken, solving
 from asyncrl.coding.rewards import Conduct, pay
 from asyncrl.coding.shelf import Shelf
 from asyncrl.coding.tasks import CodingTask, TaskSet
 from asyncrl.coding.tool_use import ToolUser
-from asyncrl.coding.tools import CHANGING, CallFormat, Malformed, ToolCall, describe_tools, read_calls, write_call
+from asyncrl.coding.tools import CHANGING, CallFormat, ToolCall, describe_tools, read_calls, write_call
 from asyncrl.coding.verdict_file import LeavingOut, read_left_out
 from asyncrl.coding.work import Work
 from asyncrl.environments.coding_settings import CodingAgentSettings
@@ -194,10 +195,7 @@ class CodingAgentEnvironment(MultiTurnEnvironment):
         """Return a reply's text; in the model's own format with its special tokens, which calls may be made of."""
         if self.settings.calls is CallFormat.FENCED or not episode.turns:
             return text
-        token_ids = list(episode.turns[-1].completion.token_ids)
-        while token_ids and token_ids[-1] in self.renderer.end_token_ids:
-            token_ids.pop()
-        return self.reply_prefix + self.renderer.decode(token_ids, keep_special=True)
+        return self.spoken(episode)
 
     def _answered(self, answers: Sequence[str], *, then: str = "") -> list[Message]:
         return answered(answers, self.settings.calls, by_template=self._template_tells, then=then)
