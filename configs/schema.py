@@ -13,7 +13,7 @@ from asyncrl.buffers import BufferSettings, JournalSettings
 from asyncrl.configs.loader import apply_overrides, build, read_toml, to_table
 from asyncrl.curriculum import CurriculumSettings
 from asyncrl.engines import EngineSettings, SamplingSettings
-from asyncrl.environments import EnvironmentSettings, resolve_options
+from asyncrl.environments import EnvironmentSettings, resolve_options, spell_out
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import GatewaySettings
 from asyncrl.guards import GuardSettings
@@ -231,6 +231,8 @@ class Config:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in a TOML file, with `section.key=value` overrides. Raises ConfigError."""
     tables = apply_overrides(read_toml(path), overrides)
+    if isinstance(environment := tables.get("environment"), dict):
+        tables["environment"] = spell_out(environment)
     return build(Config, tables)
 
 

@@ -110,6 +110,33 @@ def test_turns(modules: dict[str, ModuleType], renderer: ChatRenderer) -> None:
         assert told[-1].count("My number is") == (guesses.index(number) if number in guesses else 5)
 
 
+def test_tools(modules: dict[str, ModuleType], renderer: ChatRenderer) -> None:
+    environment = load("my_shop:Shop", renderer)
+    script = [
+        '<tool_call>{"name": "price", "arguments": {"fruit": "pear"}}</tool_call>',
+        '<tool_call>{"name": "price", "arguments": {"fruit": "kiwi"}}</tool_call>',
+        '<tool_call>{"name": "basket", "arguments": {"fruits": ["pear"]}}</tool_call>',
+        "That is all.",
+    ]
+    for trajectory in play(environment, renderer, lambda trajectory_id, number: script[number]):
+        told = renderer.decode(trajectory.segments[0].token_ids)
+        assert told.index("\n5\n") < told.index("error: there is no 'kiwi'") < told.index("1 in the basket")
+        assert trajectory.reward == 5 / int(trajectory.task_id)
+        assert (trajectory.extras["tool_calls"], trajectory.extras["malformed"]) == (3, 0)
+
+
+def test_two_ways_to_speak_in_one_run(modules: dict[str, ModuleType], renderer: ChatRenderer) -> None:
+    (table,) = [tomllib.loads(block)["environment"] for block in blocks("toml") if '"mixed"' in block]
+    environment = load(table["name"], renderer, **table["options"])
+    seen: dict[str, str] = {}
+    while len(seen) < 2:
+        (first, *_) = play(environment, renderer, lambda trajectory_id, number: "Nothing.")
+        seen[first.environment] = renderer.decode(first.segments[0].token_ids, keep_special=True)
+    assert seen["chat"].startswith("<|user|>Guess my number")
+    assert "<|" not in seen["text"]
+    assert seen["text"].startswith("Call a tool with JSON")
+
+
 def test_two_sides_of_a_game_are_two_agents_of_one_group(
     modules: dict[str, ModuleType], renderer: ChatRenderer
 ) -> None:

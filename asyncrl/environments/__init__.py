@@ -1,8 +1,8 @@
 """Environments: what asks tasks and scores what came back. An import of this package starts nothing and loads none."""
 
-from asyncrl.environments.loading import EnvironmentSettings, load_environment, resolve_options
+from asyncrl.environments.loading import EnvironmentSettings, load_environment, resolve_options, spell_out
 
-__all__ = ["ENVIRONMENTS", "EnvironmentSettings", "load_environment", "resolve_options"]
+__all__ = ["ENVIRONMENTS", "EnvironmentSettings", "load_environment", "resolve_options", "spell_out"]
 
 ENVIRONMENTS = {
     "agent": "asyncrl.environments.agent:AgentEnvironment",
@@ -15,5 +15,6 @@ ENVIRONMENTS = {
     "served": "asyncrl.environments.served:ServedEnvironment",
     "single_turn": "asyncrl.environments.single_turn:SingleTurnEnvironment",
     "slime": "asyncrl.environments.slime:SlimeEnvironment",
+    "verifiers": "asyncrl.environments.verifiers:VerifiersEnvironment",
 }
 """Name -> "module:Class". Any other class is named by "module:Class" itself."""

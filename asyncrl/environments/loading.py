@@ -45,6 +45,24 @@ class EnvironmentSettings:
         resolve_options(self)
 
 
+def spell_out(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an [environment] that names one of verifiers' in short as any other is named.
+
+    Example:
+        >>> spell_out({"verifiers": "my_taskset", "options": {"num_tasks": 8}})
+        {'options': {'num_tasks': 8, 'taskset': 'my_taskset'}, 'name': 'verifiers'}
+
+    Raises: ConfigError where it names another one besides.
+    """
+    if "verifiers" not in table:
+        return table
+    rest = {key: value for key, value in table.items() if key != "verifiers"}
+    options, taskset = rest.get("options", {}), table["verifiers"]
+    if "name" in rest or "taskset" in options:
+        raise ConfigError(f"verifiers = {taskset!r} names the environment: leave out name and taskset ([environment])")
+    return {**rest, "options": {**options, "taskset": taskset}, "name": "verifiers"}
+
+
 def environment_class(name: str) -> Any:
     """Return the class that `name` stands for. Raises ConfigError where there is none."""
     # imported late: the table stands in the package that this module belongs to
