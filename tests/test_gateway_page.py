@@ -53,7 +53,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Module
     return found
 
 
-def play(directory: Path, settings: EnvironmentSettings, replies: list[str], size: int = 1) -> list[Trajectory]:
+def play(
+    directory: Path, settings: EnvironmentSettings, replies: list[str], size: int = 1, *, max_model_len: int = 1000
+) -> list[Trajectory]:
     """Play a group of an environment's next task as a run does, with a gateway before a scripted sampler."""
     renderer = gateway_rig.make_renderer(directory)
     found: list[Trajectory] = []
@@ -62,7 +64,7 @@ def play(directory: Path, settings: EnvironmentSettings, replies: list[str], siz
         environment: Any = load_environment(settings, renderer=renderer, sandboxes=NoSandboxes(), seed=0)
         assert isinstance(environment, NeedsGateway)
         assert environment.needs_gateway
-        gateway = Gateway(renderer, GatewaySettings(), temperature=1.0, max_model_len=1000)
+        gateway = Gateway(renderer, GatewaySettings(), temperature=1.0, max_model_len=max_model_len)
         with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 await nursery.start(gateway.serve, listen("127.0.0.1", 0, setting="[gateway] port"))
@@ -80,13 +82,49 @@ def play(directory: Path, settings: EnvironmentSettings, replies: list[str], siz
 def test_the_agent_of_the_page_is_run_by_its_configuration(tmp_path: Path, modules: dict[str, ModuleType]) -> None:
     (rows,) = blocks("json")
     (tmp_path / "sums.jsonl").write_text(rows.splitlines()[0] + "\n")
-    (config,) = blocks("toml")
+    config, _ = blocks("toml")
     settings = build(EnvironmentSettings, tomllib.loads(config)["environment"], section="environment")
     settings = EnvironmentSettings(name=settings.name, options={**settings.options, "held_out_percent": 0})
     (trajectory,) = play(tmp_path, settings, ["Well, 17 + 25.", "Yes.", " 42 "])
     assert (trajectory.reward, trajectory.reward_parts, trajectory.num_turns) == (1.0, {"exit_code": 0.0}, 3)
     assert len(trajectory.segments) == 1
     assert json.loads(rows.splitlines()[0])["answer"] == 42
+
+
+def mini_swe_agent() -> Path:
+    """Return the program, or skip the test."""
+    variable, default = "ASYNCRL_MINI_SWE_AGENT", ROOT / ".venv-mini" / "bin" / "mini"
+    program = Path(os.environ.get(variable, str(default)))
+    if program.is_file():
+        return program
+    pytest.skip(
+        f"no mini-swe-agent at {program}: python3 -m venv .venv-mini && .venv-mini/bin/pip install mini-swe-agent, or "
+        f"name it in {variable}"
+    )
+
+
+@pytest.mark.slow  # another process imports litellm
+def test_a_program_that_others_wrote_is_run_an_episode(tmp_path: Path, modules: dict[str, ModuleType]) -> None:
+    program = mini_swe_agent()
+    (script,) = [block for block in blocks("sh") if block.startswith("# solve.sh")]
+    (tmp_path / "solve.sh").write_text(script)
+    (tmp_path / "issues.jsonl").write_text('{"id": "one", "question": "Write 42 into answer.txt.", "answer": 42}\n')
+    _, config = blocks("toml")
+    table = tomllib.loads(
+        config.replace("/home/me/.venv-mini/bin/mini", str(program)).replace("/home/me", str(tmp_path))
+    )
+    options = {**table["environment"]["options"], "held_out_percent": 0, "max_retries": 0}
+    options["command"] = f"BOX=local {options['command']}"
+    replies = [
+        "THOUGHT: I write.\n\n```mswea_bash_command\necho 42 > answer.txt\n```",
+        "I forgot to say how.",
+        "THOUGHT: Done.\n\n```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```",
+    ]
+    settings = EnvironmentSettings(name="agent", options=options)
+    (trajectory,) = play(tmp_path, settings, replies, max_model_len=12_000)
+    assert (trajectory.detail, trajectory.reward, trajectory.num_turns) == ("", 1.0, 3)
+    assert trajectory.extras["exit_code"] == 0
+    assert len(trajectory.segments) == 2, "it leaves a reply that it cannot read out of its history"
 
 
 def test_the_environment_of_the_page_opens_a_session_for_each_episode(
@@ -98,7 +136,8 @@ def test_the_environment_of_the_page_opens_a_session_for_each_episode(
 
 
 def test_commands_of_the_page_parse(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
+    shown = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("asyncrl ")]
+    commands = [shlex.split(line) for line in shown]
     assert commands
     for words in commands:
         with pytest.raises(SystemExit) as ended:
