@@ -9,6 +9,7 @@ import importlib.util
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from transformers import AutoTokenizer
 
@@ -30,6 +31,13 @@ def ragged_lengths(count: int, *, shortest: int, longest: int, total: int = 0) -
     lengths = [shortest + (longest - shortest) * place // max(1, count - 1) for place in range(count)]
     random.Random(0).shuffle(lengths)
     return lengths
+
+
+class Tokens(Protocol):
+    """What gives out the tokens of a batch."""
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count`."""
 
 
 class Text:
@@ -54,7 +62,7 @@ class Text:
         return self._tokens[self._given - count : self._given]
 
 
-def ragged_groups(text: Text, lengths: Sequence[int], *, prompt_tokens: int) -> list[Group]:
+def ragged_groups(text: Tokens, lengths: Sequence[int], *, prompt_tokens: int) -> list[Group]:
     """Return a group of one trajectory for each length: a prompt, then trained tokens, rewards of 1 and -1 in turns."""
     groups = []
     for place, length in enumerate(lengths):
@@ -71,7 +79,7 @@ def ragged_batch(bench: LearnerBench, text: Text) -> Batch:
     return select(groups, LearnerSettings(baseline="none", scale="none")).batch
 
 
-def sharing_groups(text: Text, count: int, *, size: int, prompt_tokens: int, completion_tokens: int) -> list[Group]:
+def sharing_groups(text: Tokens, count: int, *, size: int, prompt_tokens: int, completion_tokens: int) -> list[Group]:
     """Return `count` groups of `size` trajectories, whose segments begin with the same prompt."""
     groups = []
     for place in range(count):

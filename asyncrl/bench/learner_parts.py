@@ -150,12 +150,12 @@ class LearnerParts:
             "num_tokens": batch.num_tokens,
             "num_microbatches": len(microbatches),
             "metrics": taken["result"].metrics,
-            "loss_seconds": _seconds(lambda: _loss_alone(settings, batch, microbatches)),
-            "diagnostics_seconds": _seconds(lambda: _diagnostics_alone(batch)),
+            "loss_seconds": _seconds(lambda: loss_alone(settings, batch, microbatches)),
+            "diagnostics_seconds": _seconds(lambda: diagnostics_alone(batch)),
         }
 
 
-def _loss_alone(settings: LearnerSettings, batch: Batch, microbatches: Sequence[Microbatch]) -> None:
+def loss_alone(settings: LearnerSettings, batch: Batch, microbatches: Sequence[Microbatch]) -> None:
     """Forward and backward of the loss's own graph, from log-probs to their gradient, microbatch by microbatch."""
     counts = denominators(settings.loss, _whole(batch))
     parts = []
@@ -183,7 +183,8 @@ def _loss_alone(settings: LearnerSettings, batch: Batch, microbatches: Sequence[
     finalise(reduce(parts))
 
 
-def _diagnostics_alone(batch: Batch) -> None:
+def diagnostics_alone(batch: Batch) -> None:
+    """What a step looks at beside its loss: diagnostics and extreme tokens."""
     whole = _whole(batch)
     diagnostics(whole)
     top_ratios(whole)
