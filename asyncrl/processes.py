@@ -53,6 +53,8 @@ class LearnerProcess:
         self._publish_timeout_s = publish_timeout_s
         self.canary_logprobs: Sequence[float] = ()
         """What it makes of the canary's text under the weights that it began with."""
+        self.computes_on = ""
+        """Its device and attention, in words."""
         self._turn = trio.Lock()
 
     async def wait_ready(self, version: PolicyVersion) -> None:
@@ -61,6 +63,7 @@ class LearnerProcess:
         if hello.version != version:
             raise LearnerError(f"the learner began at version {hello.version} and the checkpoint is at {version}")
         self.canary_logprobs = hello.canary_logprobs
+        self.computes_on = f"{hello.device}, attention by {hello.attention}"
 
     async def step(self, groups: Sequence[Group], options: StepOptions = PLAIN_STEP) -> StepResult:
         """See `protocols.Learner`."""
@@ -166,6 +169,7 @@ async def open_parts(
                 starts = engine_starts(config, directory, model, version)
                 starting.start_soon(services.start, partial(pool.serve, starts, say=say))
                 starting.start_soon(learner.wait_ready, version)
+            say(f"the learner computes on {learner.computes_on}")
             if config.samples and config.engine.urls:  # servers that ran before hold whatever they held
                 await pool.pull_all(await learner.publish())
             if canary is not None and isinstance(pool, EnginePool):

@@ -31,6 +31,9 @@ class Hello(Message, frozen=True, kw_only=True):
     version: PolicyVersion
     num_parameters: int
     vocab_size: int
+    attention: str = ""
+    """The implementation that it chose, of `asyncrl.learner.attention_kinds`."""
+    device: str = ""
     canary_logprobs: tuple[float, ...] = ()
     """Under the weights that it begins with; see `WeightManifest`."""
 

@@ -18,7 +18,7 @@ from asyncrl.bench.gpu_device import Device
 from asyncrl.bench.gpu_settings import Shape
 from asyncrl.bench.learner_batches import ragged_lengths
 from asyncrl.bench.timing import Report
-from asyncrl.learner.attention import tree_attention
+from asyncrl.learner.attention_kinds import choose, implementation
 from asyncrl.packing import AttentionBlock
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -85,7 +85,8 @@ def _learner(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, bounds: Seque
     """What the learner takes on this device."""
     blocks = tuple(AttentionBlock(queries=slice(*run), keys=slice(*run)) for run in pairwise(bounds))
     scale = q.shape[-1] ** -0.5
-    return tree_attention(torch.nn.Module(), q, k, v, None, scaling=scale, blocks=blocks)[0]
+    attention = implementation(choose("auto", q.device, torch.bfloat16))
+    return attention(torch.nn.Module(), q, k, v, None, scaling=scale, blocks=blocks)[0]
 
 
 def _mask(bounds: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -14,7 +14,8 @@ from asyncrl.bench.gpu_settings import Shape
 from asyncrl.bench.learner_batches import ragged_groups, ragged_lengths, sharing_groups
 from asyncrl.bench.learner_parts import diagnostics_alone, loss_alone
 from asyncrl.bench.timing import Report
-from asyncrl.learner import attention, norm
+from asyncrl.learner import norm
+from asyncrl.learner.attention_kinds import choose, register
 from asyncrl.learner.credit import select
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.learner.model import PolicyModel
@@ -200,7 +201,7 @@ def step_flops(shape: Shape, num_parameters: int, lengths: list[int]) -> float:
 
 
 def _random_model(device: Device, shape: Shape) -> torch.nn.Module:
-    attention.register()
+    attention = register(choose("auto", device.torch, torch.bfloat16))
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -214,7 +215,7 @@ def _random_model(device: Device, shape: Shape) -> torch.nn.Module:
     )
     with device.torch:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention.NAME
+            config, dtype=torch.bfloat16, attn_implementation=attention
         )
     norm.install(model)
     if not shape.gradient_checkpointing:

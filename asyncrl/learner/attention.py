@@ -13,33 +13,22 @@ row's mean: what the two are made of is rounded once, at the size of the small r
 text, with 135M parameters: the gradient lies 4.61% of its norm from a float32 model's, with a float32 backward pass
 4.62%. How keys are dealt out to blocks changes the last digit of a float32 sum, and so now and then a rounding to
 bfloat16; through thirty layers that comes to about as much: gradients with and without shared prompts lie 4.4% apart.
-On a GPU, flash-attn's variable-length kernel takes each run of slots with all its keys; that path has not been tried.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface
 
 from asyncrl.learner.products import bfloat16_products, with_columns
 from asyncrl.packing import AttentionBlock
 
-NAME = "asyncrl_tree"
-"""What the model's configuration calls this attention."""
-
 _TILE_QUERIES = 128  # at most, of a triangle; more waste the part above the diagonal, fewer repeat what a tile costs
 _TILE_SCORES = 1 << 17  # at most, of a head: with 9 heads 2.3 MiB in bfloat16, what two cores cache close by
 _LEAST_QUERIES = 32  # below that many, products lose more than the cache gives
-
-
-def register() -> None:
-    """Make the attention known to transformers; may be called again."""
-    AttentionInterface.register(NAME, tree_attention)
 
 
 def tree_attention(
@@ -59,8 +48,6 @@ def tree_attention(
     """
     assert attention_mask is None
     assert query.shape[0] == 1
-    if query.is_cuda and importlib.util.find_spec("flash_attn") is not None:
-        return _variable_length_attention(query, key, value, blocks, scaling), None
     result: torch.Tensor = _TreeAttention.apply(query, key, value, blocks, scaling)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2), None
 
@@ -220,31 +207,3 @@ def _sum_dtype(q: torch.Tensor, blocks: Sequence[AttentionBlock]) -> torch.dtype
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _variable_length_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[AttentionBlock], scale: float
-) -> torch.Tensor:
-    """The same by flash-attn: each run of slots is a variable-length sequence, causal from its last key. Not tried."""
-    from flash_attn import flash_attn_varlen_func
-
-    runs = [block for block in blocks if block.is_causal]
-    keys = [
-        [other.keys for other in blocks if not other.is_causal and other.covers(run)] + [run.keys]  # its own come last
-        for run in runs
-    ]
-    slots = torch.arange(query.shape[2], device=query.device)
-    index = torch.cat([slots[part] for parts in keys for part in parts])
-    lengths = [[run.num_queries for run in runs], [sum(part.stop - part.start for part in parts) for parts in keys]]
-    edges = [torch.tensor([0, *n], device=query.device).cumsum(0).int() for n in lengths]
-    result: torch.Tensor = flash_attn_varlen_func(
-        query[0].transpose(0, 1)[torch.cat([slots[run.queries] for run in runs])],
-        key[0].transpose(0, 1)[index],
-        value[0].transpose(0, 1)[index],
-        *edges,
-        max(lengths[0]),
-        max(lengths[1]),
-        softmax_scale=scale,
-        causal=True,
-    )
-    return result.unsqueeze(0)

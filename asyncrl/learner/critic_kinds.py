@@ -157,8 +157,13 @@ def open_critic(job: LearnerJob, policy: PolicyModel, device: torch.device) -> C
     match settings.critic.kind:
         case "model":
             path = settings.critic.path if settings.critic.path != Path("") else job.model
-            checkpointing = settings.gradient_checkpointing
-            body = load_model(path, dtype=policy.head.dtype, device=device, gradient_checkpointing=checkpointing)
+            body = load_model(
+                path,
+                dtype=policy.head.dtype,
+                device=device,
+                gradient_checkpointing=settings.gradient_checkpointing,
+                attention=settings.attention,
+            )
             return ModelCritic(settings, body)
         case "head":
             return HeadCritic(settings, policy)

@@ -14,7 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner import attention, norm
+from asyncrl.learner import norm
+from asyncrl.learner.attention_kinds import choose, register
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.packing import Microbatch, nothing, to_device, unpack
 
@@ -107,13 +108,15 @@ def load_model(
     temperature: float = 1.0,
     head_dtype: torch.dtype | None = torch.float32,
     gradient_checkpointing: bool = False,
+    attention: str = "auto",
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> PolicyModel:
     """Return the model in `directory`; `weights` replace its own, name by name.
 
     Raises: ConfigError where there are no weights, or the architecture needs what the learner does not compute.
     """
-    model = torch.nn.Module.to(read_model(directory, dtype=dtype), device)
+    chosen = choose(attention, device, dtype)
+    model = torch.nn.Module.to(read_model(directory, dtype=dtype, attention=chosen), device)
     if weights is not None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -122,17 +125,16 @@ def load_model(
     return PolicyModel(model, temperature=temperature, head_dtype=head_dtype)
 
 
-def read_model(directory: Path, *, dtype: torch.dtype) -> Any:
-    """Return transformers' own model of `directory`, on the CPU, with the tree attention.
+def read_model(directory: Path, *, dtype: torch.dtype, attention: str) -> Any:
+    """Return transformers' own model of `directory`, on the CPU, with the `attention` of `attention_kinds`.
 
     Raises: ConfigError as `load_model`.
     """
     check_directory(directory)
-    attention.register()
     config = AutoConfig.from_pretrained(directory)
     _check_architecture(config, directory)
     model = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
+        directory, config=config, dtype=dtype, attn_implementation=register(attention), local_files_only=True
     )
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{directory}: the LM head has a bias, which the learner does not compute")

@@ -26,6 +26,7 @@ import torch
 from asyncrl import wire
 from asyncrl.errors import ConfigError
 from asyncrl.learner import checkpoint
+from asyncrl.learner.attention_kinds import choose
 from asyncrl.learner.canary import canary_logprobs
 from asyncrl.learner.critic_kinds import open_critic, resume_critic
 from asyncrl.learner.model import load_model
@@ -63,6 +64,7 @@ class Learner:
             temperature=job.temperature,
             head_dtype=torch.float32 if settings.head_dtype == "float32" else None,
             gradient_checkpointing=settings.gradient_checkpointing,
+            attention=settings.attention,
         )
         self._optimizer = Optimizer(self._model.tensors(), settings, ranks=ranks)
         if state is not None:
@@ -96,6 +98,8 @@ class Learner:
             version=self._stepper.version,
             num_parameters=self._model.num_parameters,
             vocab_size=self._model.vocab_size,
+            attention=choose(self._job.learner.attention, self._device, self._dtype),
+            device=str(self._device),
             canary_logprobs=self._canary_logprobs(),
         )
 

@@ -22,6 +22,7 @@ from asyncrl.weight_sync.settings import WeightSyncSettings
 DTYPES = ("bfloat16", "float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 HEAD_DTYPES = ("float32", "model")
+ATTENTIONS = ("auto", "flash_attn", "varlen", "flex", "tiles", "sdpa")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,9 @@ class LearnerSettings:
     """Of the forward and backward pass; masters, moments and sums of gradients are float32 (float64 for float64)."""
     head_dtype: str = "float32"
     """Of the logits behind log-probs: "float32", or "model" for `dtype`, faster, which rounds 20 by up to 0.06."""
+    attention: str = "auto"
+    """What computes it, of `asyncrl.learner.attention_kinds`; all compute the same. "auto" takes flash-attn's kernels
+    on a GPU where that package is there, else PyTorch's own ("varlen"; "flex" for float32), and "tiles" on a CPU."""
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
     ranks: int = 1
@@ -122,6 +126,7 @@ class LearnerSettings:
             ("scale", SCALES),
             ("dtype", DTYPES),
             ("head_dtype", HEAD_DTYPES),
+            ("attention", ATTENTIONS),
             ("device", DEVICES),
         ):
             if getattr(self, name) not in allowed:

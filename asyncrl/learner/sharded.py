@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner import attention
+from asyncrl.learner.attention_kinds import choose, register
 from asyncrl.learner.model import PolicyModel, hidden_states, prepare, read_model
 from asyncrl.learner.ranks import Ranks
 from asyncrl.packing import Microbatch
@@ -54,15 +54,17 @@ def load_sharded(
     temperature: float,
     head_dtype: torch.dtype | None,
     gradient_checkpointing: bool,
+    attention: str,
 ) -> ShardedModel:
     """Return this rank's part of the model in `directory`, which the first rank alone reads. All ranks call it at once.
 
     Its parameters are float32 (float64 for float64); `dtype` is what they are gathered in. Raises: ConfigError as
     `load_model`, and for an architecture that does not say what a layer is.
     """
-    whole = read_model(directory, dtype=dtype) if ranks.is_first else None
+    chosen = choose(attention, device, dtype)
+    whole = read_model(directory, dtype=dtype, attention=chosen) if ranks.is_first else None
     told = b"" if whole is None else whole.config.to_json_string().encode()
-    model = _without_weights(json.loads(ranks.pass_on(told)), dtype)
+    model = _without_weights(json.loads(ranks.pass_on(told)), dtype, chosen)
     prepare(model, gradient_checkpointing=gradient_checkpointing)
     model.to(torch.float64 if dtype == torch.float64 else torch.float32)
     _shard(model, ranks, dtype, device)
@@ -73,11 +75,10 @@ def load_sharded(
     return ShardedModel(model, temperature=temperature, head_dtype=head_dtype)
 
 
-def _without_weights(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    attention.register()
+def _without_weights(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention.NAME
+            AutoConfig.for_model(**config), dtype=dtype, attn_implementation=register(attention)
         )
 
 

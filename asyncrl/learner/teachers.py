@@ -235,6 +235,7 @@ def _frozen(job: LearnerJob, path: Path, policy: PolicyModel, device: torch.devi
         device=device,
         temperature=job.temperature,
         head_dtype=torch.float32 if job.learner.head_dtype == "float32" else None,
+        attention=job.learner.attention,
     )
     model.model.requires_grad_(False)
     return model
