@@ -189,6 +189,7 @@ def test_a_run_trains_measures_checkpoints_and_goes_on_until_its_tasks_end(
     with config.open("a") as text:
         text.write('\n[weight_sync]\ndelta = true\nverify = "full"\n')
     output = _train(config, *tasks)
+    assert "the learner computes on cpu, attention by tiles" in output
     assert "what the run did" in output
     summary = json.loads(directory.summary.read_text())
     assert summary["steps"] == summary["policy_version"] == 3
@@ -352,6 +353,30 @@ def test_a_child_that_dies_is_named_with_its_last_lines(
     output = "".join(lines)
     assert f"{words} was ended by signal 9; the last lines of" in output
     assert "Traceback (most recent call last)" not in output.split("asyncrl: ")[0]
+
+
+def test_a_learner_of_two_ranks_trains_ends_by_name_with_one_of_them_and_goes_on_as_one_process(
+    config: Path, directory: RunDirectory
+) -> None:
+    before = _shared_memory()
+    settings = ("--set", "run.checkpoint_every_steps=1", "--set", "evaluation.samples=0")
+    with _running(config, "--set", "run.steps=1000", "--set", "learner.ranks=2", *settings) as (run, lines):
+        assert run.stdout is not None
+        lines.append(run.stdout.readline())  # the second step: the checkpoint of the first is whole
+        processes = _descendants(run.pid)
+        os.kill(_one(processes, "--rank 1 --ranks 2"), signal.SIGKILL)
+        lines += run.stdout
+        assert run.wait(timeout=60) == 1
+        _wait_gone(list(processes), 1.0)
+    _check_nothing_left(directory, before)
+    assert "learner rank 1 of 2 was ended by signal 9; the last lines of" in "".join(lines)
+    assert all(line["rank_imbalance"] >= 0 for line in read_metrics(directory))
+    saved = max(int(path.name.removeprefix("step-")) for path in directory.checkpoints.glob("step-*"))
+    _train(config, "--resume", "--set", f"run.steps={saved + 1}", *settings)
+    summary = json.loads(directory.summary.read_text())
+    assert summary["policy_version"] == saved + 1 >= 2
+    assert summary["weight_syncs"] == summary["weight_syncs_verified"] > 0
+    assert 0 <= summary["last_sync"]["canary_distance"] < 0.5
 
 
 def test_an_engine_that_is_killed_is_started_again_and_the_run_goes_on_to_its_end(
