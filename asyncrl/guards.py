@@ -98,6 +98,9 @@ class Alarm:
     words: str
 
 
+MEASURED = ("ratio", "ess", "entropy")
+"""Guards on what the learner's diagnostics measure in a step."""
+
 _HOLDS_BACK = (Action.SKIP, Action.PAUSE, Action.STOP)
 _FALL, _RISE = 0.7, 1.05  # of the controller's scale a step: down fast, since a collapse is faster than a recovery
 _BEHAVIOUR = ("behaviour_", "_rising")  # of a step's record, by `asyncrl.behaviour`

@@ -16,7 +16,7 @@ from asyncrl.engines import EngineSettings, SamplingSettings
 from asyncrl.environments import EnvironmentSettings, resolve_options, spell_out
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import GatewaySettings
-from asyncrl.guards import GuardSettings
+from asyncrl.guards import MEASURED, Action, Controller, GuardSettings, actions
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teacher_settings import check_temperature
 from asyncrl.sandbox import SandboxSettings
@@ -93,6 +93,8 @@ class MetricsSettings:
     host: str = "127.0.0.1"
     port: int = 0
     """Of GET /metrics; 0 takes a free port and prints it."""
+    serve: bool = True
+    """Whether anything is; false opens no port, shows no page, and looks at no memory, disk or engine between steps."""
     page: bool = True
     """Whether the run is shown as a web page, at / of the same host and port, to whoever can reach it."""
     events_mib: float = 32.0
@@ -134,6 +136,7 @@ class Config:
         if self.gateway.port and self.gateway.port in (self.metrics.port, *self.engine.ports):
             raise ConfigError(f"port {self.gateway.port} ([gateway]) is that of [metrics] or [engine] too")
         self._check_latency()
+        self._check_guards()
         self._check_group_deadline()
         self._check_warm_start()
         self._check_teacher()
@@ -175,6 +178,19 @@ class Config:
             raise ConfigError(
                 f"median_s * straggler_factor = {straggler_s:g} s ([environment.latency]) must be below "
                 f"episode_timeout_s = {limit_s:g} ([environment.options]), which it is part of"
+            )
+
+    def _check_guards(self) -> None:
+        if self.learner.diagnostics:
+            return
+        blind = [f"{name} = {action.value!r}" for name, action in actions(self.guards).items()
+                 if name in MEASURED and action is not Action.OFF]  # fmt: skip
+        if self.guards.controller is not Controller.OFF:
+            blind.append(f"controller = {self.guards.controller.value!r}")
+        if blind or self.learner.entropy_target:
+            needed = f"{', '.join(blind)} ([guards])" if blind else "entropy_target ([learner])"
+            raise ConfigError(
+                f"diagnostics = false ([learner]) measures nothing that {needed} would act on: turn it off too"
             )
 
     def _check_group_deadline(self) -> None:

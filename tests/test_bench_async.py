@@ -7,38 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_server import Server, running_server
+from engine_server import Server
+from tiny_run import tiny_server, write_config
 
 from asyncrl import cli
 from asyncrl.bench.bounds import measure
-from asyncrl.engines import EngineSettings
 from asyncrl.errors import AsyncRLError
-
-_CONFIG = """
-[model]
-path = "{model}"
-
-[environment]
-name = "parity_environment:ParityEnvironment"
-options = {{ max_turns = 2, max_tokens = 12, max_episode_tokens = 256 }}
-
-[buffer]
-groups_per_step = 2
-group_size = 2
-
-[engine]
-urls = ["{url}"]
-max_model_len = 256
-
-[learner]
-dtype = "float32"
-"""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = EngineSettings(max_model_len=256, max_num_seqs=16, dtype="float32", kv_cache_gib=0.1)
-    with running_server(tmp_path_factory.mktemp("engine"), settings) as running:
+    with tiny_server(tmp_path_factory.mktemp("engine")) as running:
         yield running
 
 
@@ -48,8 +27,9 @@ def test_both_bounds_are_run_and_compared(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    config, report = tmp_path / "async.toml", tmp_path / "async.json"
-    config.write_text(_CONFIG.format(model=server.model_directory, url=server.url))
+    settings = {"engine.urls": [server.url], "buffer.group_size": 2}
+    config = write_config(tmp_path / "async.toml", server.model_directory, settings)
+    report = tmp_path / "async.json"
     arguments = ["bench", "async", "--config", str(config), "--minutes", "0.5", "--json", str(report), "--bounds"]
     assert cli.main([*arguments, "0", "2", "--set", "environment.latency.median_s=0.3"]) == 0
     figures = json.loads(report.read_text())

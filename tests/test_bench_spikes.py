@@ -8,43 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_server import Server, running_server
+from engine_server import Server
+from tiny_run import tiny_server, write_config
 
 from asyncrl import cli
 from asyncrl.bench.spikes import growth, measure
-from asyncrl.engines import EngineSettings
 from asyncrl.recording import read_metrics
 from asyncrl.run_directory import RunDirectory
-
-_CONFIG = """
-[model]
-path = "{model}"
-
-[environment]
-name = "parity_environment:ParityEnvironment"
-options = {{ max_turns = 2, max_tokens = 12, max_episode_tokens = 256 }}
-
-[buffer]
-groups_per_step = 2
-group_size = 4
-
-[engine]
-urls = ["{url}"]
-max_model_len = 256
-
-[learner]
-dtype = "float32"
-learning_rate = 1e-3
-
-[evaluation]
-samples = 0
-"""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = EngineSettings(max_model_len=256, max_num_seqs=16, dtype="float32", kv_cache_gib=0.1)
-    with running_server(tmp_path_factory.mktemp("engine"), settings) as running:
+    with tiny_server(tmp_path_factory.mktemp("engine")) as running:
         yield running
 
 
@@ -54,8 +29,9 @@ def test_each_bound_and_loss_is_run_kept_and_drawn(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    config, report, runs = tmp_path / "spikes.toml", tmp_path / "spikes.json", tmp_path / "runs"
-    config.write_text(_CONFIG.format(model=server.model_directory, url=server.url))
+    settings = {"engine.urls": [server.url], "evaluation.samples": 0}
+    config = write_config(tmp_path / "spikes.toml", server.model_directory, settings)
+    report, runs = tmp_path / "spikes.json", tmp_path / "runs"
     picture = tmp_path / "spikes.svg"
     arguments = ["bench", "spikes", "--config", str(config), "--steps", "3", "--directory", str(runs)]
     arguments += ["--bounds", "1", "3", "--losses", "importance_sampling"]

@@ -103,6 +103,7 @@ def test_a_broken_or_missing_file_is_named(tmp_path: Path) -> None:
 
 
 MINIMAL = {"model": {"path": "m"}, "environment": {"name": "bugfix"}}
+UNWATCHED = ["learner.diagnostics=false", "guards.ratio=off", "guards.ess=off", "guards.entropy=off"]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,12 @@ MINIMAL = {"model": {"path": "m"}, "environment": {"name": "bugfix"}}
     [
         (["learner.loss=dpo", "buffer.group_size=1"], "group_size must be >= 2 with loss = 'dpo'"),
         (["buffer.group_size=1"], "a group of one has no baseline"),
+        (
+            ["learner.diagnostics=false", "guards.ess=off"],
+            r"false \(\[learner\]\) measures nothing that ratio = 'warn', entropy = 'warn' \(\[guards\]\)",
+        ),
+        ([*UNWATCHED, "guards.controller=learning_rate"], "nothing that controller = 'learning_rate'"),
+        ([*UNWATCHED, "learner.entropy_target=0.5"], r"nothing that entropy_target \(\[learner\]\) would act on"),
         (["environment.options.teacher_prompts=true"], r"needs a teacher: set source \(\[learner.teacher\]\)"),
         (["learner.loss=distillation", "learner.teacher.source=self"], "needs teacher_prompts = true"),
         (
@@ -126,6 +133,11 @@ MINIMAL = {"model": {"path": "m"}, "environment": {"name": "bugfix"}}
 def test_parts_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build(Config, apply_overrides(MINIMAL, overrides))
+
+
+def test_guards_that_need_no_diagnostics_may_stay_without_them() -> None:
+    config = build(Config, apply_overrides(MINIMAL, [*UNWATCHED, "guards.sync=stop", "guards.nonfinite=pause"]))
+    assert not config.learner.diagnostics
 
 
 def test_a_loss_without_an_advantage_needs_no_group() -> None:

@@ -20,6 +20,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_server import Prometheus, missing, needs_prometheus, serving
 from tiny_model import build_tiny_model
+from tiny_run import write_config
 from tree import ROOT
 
 from asyncrl import cli
@@ -103,31 +104,6 @@ def test_the_configuration_of_prometheus_is_valid() -> None:
 
 # --- a real run, scraped by a real Prometheus -------------------------------------------------------------------
 
-_CONFIG = """
-[run]
-name = "tiny"
-directory = "{directory}"
-steps = 1000
-[model]
-path = "{model}"
-[environment]
-name = "parity_environment:ParityEnvironment"
-options = {{ max_turns = 2, max_tokens = 12, max_episode_tokens = 256 }}
-[buffer]
-max_off_policyness = 1
-groups_per_step = 2
-group_size = 4
-[engine]
-max_model_len = 256
-max_num_seqs = 16
-dtype = "float32"
-kv_cache_gib = 0.1
-[learner]
-dtype = "float32"
-learning_rate = 1e-3
-[evaluation]
-samples = 2
-"""
 _ENOUGH = (  # rates need growth after a series' first scrape, and engines are read more rarely than a fast step ends
     "asyncrl_steps_total >= 8 and on (instance) "
     "sum by (instance) (increase(asyncrl_engine_prefix_cache_query_tokens_total[5m])) > 0"
@@ -139,9 +115,8 @@ _WAIT_S = 240.0  # eight steps of a tiny model take seconds, and minutes on a ma
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has scraped several steps of a run, which still goes on."""
     place = tmp_path_factory.mktemp("watched")
-    config = place / "tiny.toml"
-    directory = place / f"run_{os.getpid()}"
-    config.write_text(_CONFIG.format(model=build_tiny_model(place / "model"), directory=directory))
+    settings = {"run.directory": str(place / f"run_{os.getpid()}"), "run.steps": 1000}
+    config = write_config(place / "tiny.toml", build_tiny_model(place / "model"), settings)
     run = subprocess.Popen(
         [sys.executable, "-m", "asyncrl", "train", str(config)],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"},

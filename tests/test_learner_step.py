@@ -198,6 +198,26 @@ def test_the_learning_rate_warms_up_and_scales(model_path: Path, tmp_path: Path)
     learner.close()
 
 
+def test_without_diagnostics_the_step_is_the_same_and_says_less(model_path: Path, tmp_path: Path) -> None:
+    """Pins what users train on: watching changes no bit of the weights."""
+    results, weights = [], []
+    for diagnostics in (True, False):
+        learner = Learner(job_for(model_path, tmp_path / str(diagnostics), diagnostics=diagnostics))
+        results.append(step(learner, random_groups(3, num_groups=2)))
+        weights.append({name: tensor.clone() for name, tensor in learner._optimizer.masters.items()})
+        learner.close()
+    seen, unseen = results
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert {"loss", "grad_norm", "reward_mean", "tokens_trained", "seconds_step"} <= unseen.metrics.keys()
+    assert {key: unseen.metrics[key] for key in ("loss", "grad_norm")} == {
+        key: seen.metrics[key] for key in ("loss", "grad_norm")
+    }
+    assert {"importance_ratio_max", "ess_token", "entropy", "kl_k3"} <= seen.metrics.keys() - unseen.metrics.keys()
+    assert all([seen.spikes, seen.top_ratios, seen.shown, seen.histograms])
+    assert not any([unseen.spikes, unseen.top_ratios, unseen.shown, unseen.histograms])
+
+
 def test_the_largest_ratios_are_kept_with_where_they_come_from(model_path: Path, tmp_path: Path) -> None:
     learner = Learner(job_for(model_path, tmp_path))
     result = step(learner, random_groups(3, num_groups=4))

@@ -19,6 +19,9 @@ from sandboxes import LIMITS, opened
 from tree import ROOT
 
 from asyncrl.buffers import BufferSettings
+from asyncrl.commands.train import metrics_port
+from asyncrl.configs import Config
+from asyncrl.configs.loader import apply_overrides, build
 from asyncrl.losses.reduction import RATIO_EDGES
 from asyncrl.metering import MeteredBackend
 from asyncrl.metrics import TABLES, Kind, Sampled, Source, collector, page
@@ -321,3 +324,15 @@ def test_sandboxes_are_counted_and_stay_what_they_are(tmp_path: Path) -> None:
     assert sum(figures.start_seconds.counts) == 2
     assert {kind: sum(buckets.counts) for kind, buckets in figures.command_seconds.items()} == {"exec": 2, "shell": 1}
     assert Kind.HISTOGRAM in {family.kind for family in TABLES["Sandboxes"]}
+
+
+def test_a_run_that_serves_nothing_opens_no_port() -> None:
+    def config(serve: str) -> Config:
+        tables = {"model": {"path": "m"}, "environment": {"name": "bugfix"}}
+        return build(Config, apply_overrides(tables, [f"metrics.serve={serve}"]))
+
+    with metrics_port(config("true")) as listener:
+        assert listener is not None
+        assert listener.getsockname()[1] > 0
+    with metrics_port(config("false")) as listener:
+        assert listener is None

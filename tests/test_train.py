@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from tiny_model import build_tiny_model
+from tiny_run import write_config
 
 from asyncrl import cli
 from asyncrl.recording import read_metrics, read_spikes, read_tokens
@@ -24,38 +25,7 @@ from asyncrl.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-_CONFIG = """
-[run]
-name = "tiny"
-directory = "{directory}"
-steps = 3
-checkpoint_every_steps = 2
-
-[model]
-path = "{model}"
-
-[environment]
-name = "parity_environment:ParityEnvironment"
-options = {{ max_turns = 2, max_tokens = 12, max_episode_tokens = 256 }}
-
-[buffer]
-max_off_policyness = 1
-groups_per_step = 2
-group_size = 4
-
-[engine]
-max_model_len = 256
-max_num_seqs = 16
-dtype = "float32"
-kv_cache_gib = 0.1
-
-[learner]
-dtype = "float32"
-learning_rate = 1e-3
-
-[evaluation]
-samples = 2
-"""
+_SETTINGS = {"run.steps": 3, "run.checkpoint_every_steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +40,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def config(tmp_path: Path, model: Path, directory: RunDirectory) -> Path:
-    path = tmp_path / "tiny.toml"
-    path.write_text(_CONFIG.format(model=model, directory=directory.path))
-    return path
+    return write_config(tmp_path / "tiny.toml", model, {**_SETTINGS, "run.directory": str(directory.path)})
 
 
 def _command(config: Path, *arguments: str, verb: str = "train") -> list[str]:

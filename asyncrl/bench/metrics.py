@@ -2,8 +2,9 @@
 
 Keys of the JSON file: `step` (seconds of a learner's step on real text, of which `watching_seconds` go into
 diagnostics and attribution), `loop` (seconds of one step's counting, microseconds of one update), `scrape`
-(milliseconds, series and bytes), `spikes` (bytes of 100 steps), `report` (seconds and bytes of that many steps),
-`ratios` and `goals`.
+(milliseconds, series and bytes), `spikes` (bytes of 100 steps), `report` (seconds and bytes of that many steps), `runs`
+(of real runs with everything on and with everything off: steps, the share of processor time that it adds to a step with
+its interval of 95 %, and seconds of processor and of the clock a step), `ratios` and `goals`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +28,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from asyncrl.bench.learner_batches import Text, ragged_groups, ragged_lengths
 from asyncrl.bench.metrics_settings import GOALS, MetricsBench
 from asyncrl.bench.timing import Report
+from asyncrl.bench.watched_runs import bench_runs
 from asyncrl.buffers import BufferSettings
 from asyncrl.checkpoint import CheckpointStore
+from asyncrl.configs import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attribution import extreme_tokens, token_by_token
 from asyncrl.learner.model import load_model
@@ -50,8 +54,11 @@ _UPDATES = 9  # of one scored episode in `Tallies.count_group`: six counters, a 
 _SPIKE_STEPS = 100
 
 
-def bench_metrics(bench: MetricsBench) -> Report:
-    """Return all figures. Raises: ConfigError where the model is missing."""
+def bench_metrics(bench: MetricsBench, config: Config | None = None) -> Report:
+    """Return all figures; those of real runs where there is a `config` for them.
+
+    Raises: ConfigError where the model is missing; AsyncRLError where a run fails.
+    """
     if not (bench.model / "config.json").is_file():
         raise ConfigError(f"--model {bench.model} is no model directory: make demo prepares the usual one")
     step, result, groups = _step(bench)
@@ -59,7 +66,9 @@ def bench_metrics(bench: MetricsBench) -> Report:
     scrape = _scrape(bench, groups, result)
     spikes = len(spike_line(result, step=1, decode=str, sampling={"temperature": 1.0})) * _SPIKE_STEPS
     report = _report(bench, result)
+    runs = None if config is None else bench_runs(config, pairs=bench.pairs, steps=bench.steps, on_run=_say)
     ratios = {
+        **({} if runs is None else {"on_of_off": runs["cpu_share"]}),
         "watching_of_step": step["watching_seconds"] / step["seconds"],
         "scrape_ms": scrape["median_ms"],
         "update_us": loop["update_us"],
@@ -73,9 +82,14 @@ def bench_metrics(bench: MetricsBench) -> Report:
         "scrape": scrape,
         "spikes": {"bytes": spikes, "steps": _SPIKE_STEPS},
         "report": report,
+        "runs": runs,
         "ratios": ratios,
-        "goals": [goal.report(ratios[goal.name]) for goal in GOALS],
+        "goals": [goal.report(ratios[goal.name]) for goal in GOALS if goal.name in ratios],
     }
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
 
 
 def _step(bench: MetricsBench) -> tuple[Report, StepResult, Sequence[Group]]:

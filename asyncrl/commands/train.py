@@ -18,7 +18,7 @@ import gc
 import signal
 import socket
 import sys
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from random import Random
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
     run_directory.check_space(directory, config)
     console = Console(file=sys.stdout)
     with (
-        closing(listen(config.metrics.host, config.metrics.port, setting="[metrics] port")) as listener,
+        metrics_port(config) as listener,
         run_directory.opened(directory, config),
         opened_journal(
             directory.journal,
@@ -86,11 +86,12 @@ def main(arguments: argparse.Namespace) -> int:
             state=checkpoint.state if checkpoint else {},
         ) as (journal, history),
     ):
-        host, port = listener.getsockname()
         console.print(f"run directory {directory.path}", highlight=False, soft_wrap=True)
-        console.print(f"Prometheus metrics at http://{host}:{port}/metrics", highlight=False, soft_wrap=True)
-        if config.metrics.page:
-            console.print(f"the run as a page at http://{host}:{port}/", highlight=False, soft_wrap=True)
+        if listener is not None:
+            host, port = listener.getsockname()
+            console.print(f"Prometheus metrics at http://{host}:{port}/metrics", highlight=False, soft_wrap=True)
+            if config.metrics.page:
+                console.print(f"the run as a page at http://{host}:{port}/", highlight=False, soft_wrap=True)
         if warm_start is not None:
             console.print(f"warm start: {warm_start.describe()}", highlight=False, soft_wrap=True)
         if arguments.resume:
@@ -106,6 +107,13 @@ def main(arguments: argparse.Namespace) -> int:
         return trio.run(
             _train, config, directory, checkpoints, checkpoint, warm_start, journal, resumption, listener, console
         )
+
+
+def metrics_port(config: Config) -> AbstractContextManager[socket.socket | None]:
+    """Return what holds the port of the metrics open; None where nothing is served."""
+    if not config.metrics.serve:
+        return nullcontext()
+    return closing(listen(config.metrics.host, config.metrics.port, setting="[metrics] port"))
 
 
 def _warm_start(config: Config, checkpoint: Checkpoint | None) -> WarmStart | None:
@@ -138,7 +146,7 @@ async def _train(
     warm_start: WarmStart | None,
     journal: Journal,
     resumption: Resumption,
-    listener: socket.socket,
+    listener: socket.socket | None,
     console: Console,
 ) -> int:
     started = trio.current_time()
@@ -189,16 +197,17 @@ async def _train(
                 beside.start_soon(_listen_to_go_on, run)
                 progress.watch(run)
                 recorder.watch(run)
-                app = _metrics_app(run, parts, directory, beside)
-                if config.metrics.page:
-                    app = LivePage(
-                        app,
-                        title=directory.path.name,
-                        status=recorder.status,
-                        steps=recorder.last_steps,
-                        spikes=recorder.last_spikes,
-                    )
-                await beside.start(serve, app, listener)
+                if listener is not None:
+                    app = _metrics_app(run, parts, directory, beside)
+                    if config.metrics.page:
+                        app = LivePage(
+                            app,
+                            title=directory.path.name,
+                            status=recorder.status,
+                            steps=recorder.last_steps,
+                            spikes=recorder.last_spikes,
+                        )
+                    await beside.start(serve, app, listener)
                 gc.freeze()  # what is here stays: full collections, which stall the loop, need not walk over it
                 await run.train()
                 summary = recorder.finish(run, wall_seconds=trio.current_time() - started)

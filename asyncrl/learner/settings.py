@@ -78,6 +78,9 @@ class LearnerSettings:
     """Global norm to which gradients are clipped, over the whole batch; 0 clips nothing."""
     microbatch_tokens: int = 2048
     """Tokens that one forward reads, shared prefixes counted once; bounds the activations in memory."""
+    diagnostics: bool = True
+    """Measure in every step how far off-policy its tokens are, and which of them stand out. Without it `asyncrl
+    spikes`, most dashboards and the guards on what a step measures see nothing; it is for telling what they cost."""
     share_prefixes: bool = True
     """Read what segments of one microbatch begin with only once. The result is the same within rounding."""
     dtype: str = "bfloat16"

@@ -21,7 +21,7 @@ from asyncrl.learner.ranks import ALONE, Ranks, merge_over
 from asyncrl.learner.report import attribute, describe, diagnose
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teachers import Teachers
-from asyncrl.losses import LossInputs, denominators, evaluate, next_entropy_coef, reduce, resolve
+from asyncrl.losses import LossInputs, denominators, evaluate, finalise, next_entropy_coef, reduce, resolve
 from asyncrl.losses.reduction import Record
 from asyncrl.packing import Batch, Microbatch, check_staleness, split, to_device
 from asyncrl.protocols import PLAIN_STEP, StepOptions, StepResult
@@ -87,17 +87,20 @@ class Stepper:
         metrics |= self._work(microbatches)
         metrics["num_segments_idle"] = float(self._without_gradient(batch).sum())
         metrics["seconds_packing"] = clock.lap()
-        influence = torch.zeros(batch.num_tokens, dtype=torch.float64)
+        influence = torch.zeros(batch.num_tokens, dtype=torch.float64) if self._settings.diagnostics else None
         reference = selection.reference_logprobs
         loss, records, whole = self.accumulate(batch, microbatches, reference=reference, influence=influence)
         metrics["seconds_forward_backward"] = clock.lap()
         norm = self._optimizer.gradient_norm()
         metrics |= {"loss": loss, "grad_norm": norm, "grad_norm_nonfinite": float(not math.isfinite(norm))}
-        seen, histograms = diagnose(whole, records, selection, self._settings)
+        if influence is not None:
+            seen, histograms = diagnose(whole, records, selection, self._settings)
+            top_ratios = attribute(whole, selection)
+            spikes = extreme_tokens(whole, influence, selection)
+            shown = token_by_token(whole, influence, selection)
+        else:
+            seen, histograms, top_ratios, spikes, shown = finalise(records), {}, [], [], {}
         metrics |= seen | self._adapt(seen)
-        top_ratios = attribute(whole, selection)
-        spikes = extreme_tokens(whole, influence, selection)
-        shown = token_by_token(whole, influence, selection)
         metrics["seconds_diagnostics"] = clock.lap()
         metrics["learning_rate"] = self._optimizer.learning_rate(options.learning_rate_scale)
         stepped = math.isfinite(norm) and (self._critic is None or self._critic.can_step)
@@ -208,7 +211,7 @@ class Stepper:
             if self._critic is not None:
                 losses += self._critic.losses(batch, there, hidden)
             if losses:
-                if logprobs_T.requires_grad:
+                if influence is not None and logprobs_T.requires_grad:
                     logprobs_T.retain_grad()
                 torch.stack(losses).sum().backward()
             if influence is not None and logprobs_T.grad is not None:

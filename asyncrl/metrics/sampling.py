@@ -94,7 +94,7 @@ _ROLES = {"asyncrl.learner": "learner", "vllm.entrypoints": "engines"}
 def memory_by_role(pid: int) -> dict[str, float]:
     """Return the resident bytes of a process ("orchestrator") and of all below it, by role."""
     found = {"orchestrator": _resident(pid), "learner": 0.0, "engines": 0.0, "other": 0.0}
-    waiting = [(child, "") for child in _children(pid)]
+    waiting = [(child, "") for child in child_pids(pid)]
     while waiting:
         child, above = waiting.pop()
         try:
@@ -103,11 +103,12 @@ def memory_by_role(pid: int) -> dict[str, float]:
             continue  # it has ended meanwhile
         role = above or next((role for words, role in _ROLES.items() if words in line), "")
         found[role or "other"] += _resident(child)
-        waiting += [(below, role) for below in _children(child)]
+        waiting += [(below, role) for below in child_pids(child)]
     return found
 
 
-def _children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
+    """Return the processes that a process has started and that have not ended."""
     found: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
