@@ -15,11 +15,16 @@ import trio
 from asyncrl.errors import ConfigError
 
 
-def listen(host: str, port: int, *, setting: str) -> socket.socket:
-    """Return a listening socket. Raises ConfigError naming the setting when the port is taken or not ours to take."""
+def listen(host: str, port: int, *, setting: str, unread_s: float = 0.0) -> socket.socket:
+    """Return a listening socket; a client that reads nothing of what it is sent for `unread_s` is cut off (0: never).
+
+    By the kernel, since hypercorn's sends cannot be cancelled: a scraper that hangs would hold up a run's end for ever.
+    Raises: ConfigError naming the setting when the port is taken or not ours to take.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * unread_s))  # clients have it too
         listener.bind((host, port))
         listener.listen()  # from here on a client waits in the backlog instead of being refused
     except OSError as error:

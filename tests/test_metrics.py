@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -334,5 +335,6 @@ def test_a_run_that_serves_nothing_opens_no_port() -> None:
     with metrics_port(config("true")) as listener:
         assert listener is not None
         assert listener.getsockname()[1] > 0
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000, "see test_serving.py"
     with metrics_port(config("false")) as listener:
         assert listener is None

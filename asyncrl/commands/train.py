@@ -57,6 +57,8 @@ from asyncrl.warm_start import WarmStart, is_over
 
 HELP = "train a model"
 
+_UNREAD_S = 10.0  # of a page or a scrape; Prometheus itself gives up after as long
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
@@ -113,7 +115,8 @@ def metrics_port(config: Config) -> AbstractContextManager[socket.socket | None]
     """Return what holds the port of the metrics open; None where nothing is served."""
     if not config.metrics.serve:
         return nullcontext()
-    return closing(listen(config.metrics.host, config.metrics.port, setting="[metrics] port"))
+    host, port = config.metrics.host, config.metrics.port
+    return closing(listen(host, port, setting="[metrics] port", unread_s=_UNREAD_S))
 
 
 def _warm_start(config: Config, checkpoint: Checkpoint | None) -> WarmStart | None:
