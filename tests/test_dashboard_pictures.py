@@ -82,6 +82,26 @@ def test_no_curve_is_drawn_over_a_time_without_values() -> None:
     assert [value for value in values if not math.isnan(value)] == [1.0, 3.0]
 
 
+class Short(Told):
+    """Knows of a run of half a minute, at the end of the last hours."""
+
+    def series(self, expression: str, window: Window) -> list[Series]:
+        """See `Readings`: a value wherever a point of the window's grid falls into the run."""
+        grid = [window.start + number * window.step for number in range(302)]
+        times = [time for time in grid if 970.0 <= time <= 1000.0]
+        return [Series({}, times, [1.0] * len(times))]
+
+    def _ask(self, route: str, **parameters: object) -> object:
+        return {"result": [0, "1000.0"]}
+
+
+def test_a_short_run_is_shown_whole() -> None:
+    """Points of three hours lie 36 s apart, and a run may lie between two of them for the most part."""
+    window = Short({}).window(3.0)
+    assert 967.0 <= window.start <= 970.0
+    assert window.end == 1000.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

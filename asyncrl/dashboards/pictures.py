@@ -5,6 +5,7 @@ For who has no Grafana at hand, and for documents: the same queries, legends, un
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from asyncrl.dashboards.chart import Board, Chart, Look
 from asyncrl.dashboards.readings import Readings, Series, Window
@@ -24,6 +26,7 @@ _HEIGHTS = {"title": 0.45, "numbers": 0.75, "charts": 2.4}  # inches of a line
 _MARGINS = {"numbers": (0.2, 0.3, 0.0, 0.05), "charts": (0.6, 0.3, 0.1, 0.4)}
 """Inches left of a panel, above it (its title), right of it, below it (its minutes)."""
 _LIMIT_COLOURS = ("#10b981", "#f59e0b", "#ef4444")  # below, at, and above a number's limits
+_PALETTE = 128  # colours of the picture; all of them would make it three times as large
 _MOST_NAMES = 8  # in a legend; it would cover the curves
 _Line = tuple[str, str, Sequence[Chart]]
 """Kind, a title's text, the panels."""
@@ -56,7 +59,9 @@ def draw(board: Board, readings: Readings, window: Window, picture: Path) -> lis
                 empty.append(chart.title)
                 panel.set_axis_off()
                 panel.text(0, 0.5, "no data", va="center", transform=panel.transAxes, color="0.5")
-    figure.savefig(picture)
+    whole = io.BytesIO()
+    figure.savefig(whole, format="png")
+    Image.open(whole).convert("RGB").quantize(_PALETTE).save(picture, format="png", optimize=True)
     return empty
 
 

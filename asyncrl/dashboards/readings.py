@@ -69,14 +69,16 @@ class Readings:
         Raises: ConfigError where there is nothing.
         """
         now = float(self._ask("query", query="time()")["result"][1])
-        whole = Window(now - 3600 * hours, now)
-        times = [time for series in self.series("asyncrl_policy_version", whole) for time in series.times]
-        if not times:
-            raise ConfigError(
-                f"{self._url} holds nothing about a run {self._run!r} in the last {hours:g} hours: name another one by "
-                "--run (its host:port), or raise --hours"
-            )
-        return Window(min(times), max(max(times), min(times) + 1.0))
+        window = Window(now - 3600 * hours, now)
+        for _ in range(2):  # the first time between points that may be minutes apart
+            times = [time for series in self.series("asyncrl_policy_version", window) for time in series.times]
+            if not times:
+                raise ConfigError(
+                    f"{self._url} holds nothing about a run {self._run!r} in the last {hours:g} hours: name another "
+                    "one by --run (its host:port), or raise --hours"
+                )
+            window = Window(min(times) - window.step, min(now, max(times) + window.step))
+        return window
 
     def series(self, expression: str, window: Window) -> list[Series]:
         """Return the curves of a panel's expression. Raises: BoundaryError where it cannot be had."""
