@@ -94,6 +94,27 @@ def test_the_compose_file_mounts_what_is_there() -> None:
     assert f"{provider['options']['path']}/overview.json" in (GRAFANA / "compose.yml").read_text()
 
 
+def test_the_page_shows_a_picture_of_every_dashboard_and_commands_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "configs" / "DASHBOARDS.md").read_text(encoding="utf-8")
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page)
+    assert shown == [f"pictures/{board.name}.png" for board in BOARDS]
+    assert {path.name for path in (ROOT / "configs" / "pictures").iterdir()} == {Path(path).name for path in shown}
+    for path in shown:
+        picture = (ROOT / "configs" / path).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) < 2**18, f"{path} is large for a repository"
+    commands = [line.split() for line in re.findall(r"^asyncrl .*$", page, re.MULTILINE)]
+    assert len(commands) == 2
+    for words in commands:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words[1:], "--help"])
+        assert ended.value.code == 0
+        help_text = capsys.readouterr().out
+        assert all(word in help_text for word in words if word.startswith("--"))
+
+
 @pytest.mark.skipif(bool(missing("promtool")), reason=missing("promtool") or "it is there")
 def test_the_configuration_of_prometheus_is_valid() -> None:
     done = subprocess.run(
