@@ -12,7 +12,7 @@ from asyncrl.children import Child, start_child
 from asyncrl.configs import Config
 from asyncrl.engines import Canary, EnginePool, EngineSettings, StartServer, VLLMEngine, command, free_port
 from asyncrl.errors import EngineError
-from asyncrl.protocols import SyncReport
+from asyncrl.protocols import SyncReport, Watch
 from asyncrl.run_directory import RunDirectory
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
@@ -39,7 +39,13 @@ class NoEngines:
         """Close nothing."""
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Raise EngineError: nobody may ask."""
         raise EngineError("this run was started without an engine, and something was sampled")

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import trio
 
-from asyncrl.protocols import Sampler
+from asyncrl.protocols import Sampler, Watch
 from asyncrl.types import Completion, TokenIds
 
 LEARNER_CAUSES: Mapping[str, str] = MappingProxyType(
@@ -196,10 +196,20 @@ class _WatchedRequests:
         self._idle = idle
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """See `protocols.Sampler`."""
         with self._idle.request():
             return await self._sampler.sample(
-                token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+                token_ids,
+                max_tokens=max_tokens,
+                trajectory_id=trajectory_id,
+                stop_token_ids=stop_token_ids,
+                watch=watch,
             )

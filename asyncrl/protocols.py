@@ -12,7 +12,18 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from asyncrl.types import Completion, Group, PolicyVersion, Segment, Task, TokenIds, Trajectory, WeightManifest
+from asyncrl.types import (
+    Completion,
+    Group,
+    Logprobs,
+    PolicyVersion,
+    Segment,
+    Task,
+    TokenIds,
+    TokenSpan,
+    Trajectory,
+    WeightManifest,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,16 +33,39 @@ if TYPE_CHECKING:
 # --- sampling -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What has been sampled of a completion until now, all of which stays."""
+
+    token_ids: TokenIds
+    """[n]"""
+    behaviour_logprobs: Logprobs
+    """[n] nats, <= 0."""
+    spans: tuple[TokenSpan, ...]
+    """Cover exactly the n tokens, in order."""
+
+
+Watch = Callable[[Progress], bool]
+"""Hears of a completion in the making; True ends it with the tokens that it has, as an end token would."""
+
+
 @runtime_checkable
 class Sampler(Protocol):
     """Who asks for tokens. One object may serve many concurrent episodes."""
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Return one completion of `token_ids`, sampled at the run's temperature with nothing cut off.
 
-        It ends after the model's own end token or one of `stop_token_ids`, which is part of the completion.
+        It ends after the model's own end token or one of `stop_token_ids`, which is part of the completion. `watch`
+        hears of it while it is sampled, as far as whoever samples can tell; the last tokens come with the completion.
 
         Raises: EngineError when no engine could answer.
         """

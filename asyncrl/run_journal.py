@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.buffers import GroupCommit, JournalStatistics
-from asyncrl.protocols import Sampler
+from asyncrl.protocols import Sampler, Watch
 from asyncrl.types import Completion, Group, PolicyVersion, Task, TokenIds, Trajectory, Turn
 
 GROUP_ID = struct.Struct("<q")
@@ -218,7 +218,13 @@ class JournalledSampler:
         self._recorded = dict(self._kept.trajectories)
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """See `protocols.Sampler`. Raises: JournalError."""
         turns = self._kept.turns.get(trajectory_id, [])
@@ -227,7 +233,7 @@ class JournalledSampler:
                 del turns[place]
                 return kept.completion
         completion = await self._sampler.sample(
-            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids, watch=watch
         )
         turn = self._note(trajectory_id, token_ids, completion)
         record = self._journal.turn(trajectory_id, turn)

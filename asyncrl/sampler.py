@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asyncrl.protocols import Sampler
+from asyncrl.protocols import Sampler, Watch
 from asyncrl.types import Completion, TokenIds
 
 
@@ -17,11 +17,17 @@ class CountingSampler:
         self._count = count
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """See `protocols.Sampler`."""
         completion = await self._sampler.sample(
-            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids, watch=watch
         )
         self._count(trajectory_id, completion)
         return completion

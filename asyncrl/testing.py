@@ -18,7 +18,7 @@ import trio
 
 from asyncrl.errors import EngineError, LearnerError
 from asyncrl.guards import Alarm
-from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, SyncReport
+from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, SyncReport, Watch
 from asyncrl.rollout import collect_episodes
 from asyncrl.types import (
     Completion,
@@ -82,7 +82,13 @@ class FakeEngine:
         self._pulling = trio.Lock()
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Return random tokens, each labelled with the version that was in place when it was sampled."""
         wanted = max(1, round(self._rng.lognormvariate(0.0, self._rates.sigma) * self._rates.mean_tokens))

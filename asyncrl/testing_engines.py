@@ -232,6 +232,8 @@ class FakeServer:
             spans=tuple(spans),
             finish_reason=FinishReason.LENGTH if whole else None,
         )
+        if draft.watch is not None and not whole and draft.show(part):
+            part = part.ended()
         draft.take(part, self.name)
 
     async def pull(self, manifest: WeightManifest) -> SyncReport:

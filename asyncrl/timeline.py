@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import trio
 
-from asyncrl.protocols import Sampler, StepResult, SyncReport, WeightPuller
+from asyncrl.protocols import Sampler, StepResult, SyncReport, Watch, WeightPuller
 from asyncrl.run import Parts
 from asyncrl.types import Completion, Group, PolicyVersion, TokenIds, WeightManifest
 
@@ -188,12 +188,18 @@ class _WatchedSampler:
         self._timeline = timeline
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """See `protocols.Sampler`."""
         began = trio.current_time()
         completion = await self._sampler.sample(
-            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids, watch=watch
         )
         self._timeline.request(trajectory_id, began, completion)
         return completion

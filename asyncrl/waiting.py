@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import trio
 
 from asyncrl.buffers import BufferStatistics, GateStatistics
-from asyncrl.protocols import Sampler
+from asyncrl.protocols import Sampler, Watch
 from asyncrl.types import Completion, TokenIds
 
 _NAMED = 3  # stragglers and episodes that are told apart by name; of the rest there is only the number
@@ -49,7 +49,13 @@ class WatchedSampler:
         self._running = running
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """See `protocols.Sampler`."""
         activity = self._running.episodes.setdefault(trajectory_id, Activity(trio.current_time()))
@@ -57,7 +63,11 @@ class WatchedSampler:
         activity.turns += 1
         try:
             return await self._sampler.sample(
-                token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+                token_ids,
+                max_tokens=max_tokens,
+                trajectory_id=trajectory_id,
+                stop_token_ids=stop_token_ids,
+                watch=watch,
             )
         finally:
             activity.since, activity.sampling = trio.current_time(), False

@@ -13,7 +13,9 @@ import httpx
 import trio
 from scripted import write_chat_files
 
+from asyncrl.errors import EngineError
 from asyncrl.gateway import Gateway, GatewaySettings, Session
+from asyncrl.protocols import Progress, Watch
 from asyncrl.serving import listen
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Completion, FinishReason, Logprobs, Task, TokenIds, TokenSpan
@@ -28,6 +30,11 @@ TEMPLATE = (
     "{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}</s>"
     "{%- endfor %}{% if add_generation_prompt %}<|assistant|>assistant: {% endif %}"
 )
+
+
+async def trio_checkpoint(count: int) -> None:
+    """Wait for nothing."""
+    await trio.lowlevel.checkpoint()
 
 
 def make_renderer(directory: Path, template: str = TEMPLATE) -> ChatRenderer:
@@ -47,9 +54,21 @@ class Scripted:
     hold: trio.Event | None = None
     """Where it is given, nothing is answered before it is set."""
     begun: trio.Event = field(default_factory=trio.Event)
+    step: int = 0
+    """Where it is given, whoever watches hears of so many tokens more at a time."""
+    go_on: Callable[[int], Awaitable[None]] = trio_checkpoint
+    """What is waited for after each of them; it is told how many there are."""
+    fails_at: int = 0
+    """The number of them after which the engines fail."""
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Return the next reply, cut at the limit; each token has a log-prob of its own."""
         self.asked.append(token_ids)
@@ -63,8 +82,22 @@ class Scripted:
             raise reply
         (end,) = self.renderer.end_token_ids
         ids = [*self.renderer.encode(reply), end]
-        cut = len(ids) > max_tokens
+        reason = FinishReason.LENGTH if len(ids) > max_tokens else FinishReason.STOP
         ids = ids[:max_tokens]
+        if watch is not None and self.step:
+            for count in range(self.step, len(ids), self.step):
+                so_far = self._completion(ids[:count], reason)
+                progress = Progress(
+                    token_ids=so_far.token_ids, behaviour_logprobs=so_far.behaviour_logprobs, spans=so_far.spans
+                )
+                if watch(progress):
+                    return self._completion(ids[:count], FinishReason.STOP)
+                await self.go_on(count)
+                if self.fails_at == count:
+                    raise EngineError("engine 0 died")
+        return self._completion(ids, reason)
+
+    def _completion(self, ids: Sequence[int], reason: FinishReason) -> Completion:
         return Completion(
             token_ids=TokenIds(ids),
             behaviour_logprobs=Logprobs([-0.25 - place / 64 for place in range(len(ids))]),
@@ -73,7 +106,7 @@ class Scripted:
                 for number, (start, stop) in enumerate(itertools.pairwise([0, max(1, len(ids) // 2), len(ids)]))
                 if stop > start
             ),
-            finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
+            finish_reason=reason,
         )
 
 

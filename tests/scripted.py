@@ -12,7 +12,7 @@ import trio
 from tokenizers import decoders, models, pre_tokenizers
 
 from asyncrl.errors import BoundaryError
-from asyncrl.protocols import Sandbox, SandboxLimits
+from asyncrl.protocols import Sandbox, SandboxLimits, Watch
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Completion, FinishReason, Logprobs, TokenIds, TokenSpan
 
@@ -91,7 +91,13 @@ class ScriptedSampler:
         self.stops: set[tuple[int, ...]] = set()
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Return the script's reply after `seconds`."""
         prompts = self.prompts.setdefault(trajectory_id, [])

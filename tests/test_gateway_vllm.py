@@ -78,6 +78,51 @@ def test_a_conversation_across_a_weight_sync_is_recorded_token_for_token(server:
     run(server, body)
 
 
+def test_a_stream_across_a_weight_sync_comes_as_it_is_sampled_and_ends_where_the_agent_leaves(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        renderer = ChatRenderer.load(server.model_directory)
+        gateway = Gateway(renderer, GatewaySettings(), temperature=1.0, max_model_len=1024)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(gateway.serve, listen("127.0.0.1", 0, setting="[gateway] port"))
+            async with gateway.session(rig.pool, task=TASK, trajectory_id="7-0") as session:
+                seen: list[int] = []
+                turns_then: list[int] = []
+
+                def agent() -> None:
+                    with openai.OpenAI(base_url=session.base_url, api_key=session.token, max_retries=0) as client:
+                        messages: list[Any] = [{"role": "user", "content": "Say something."}]
+                        events = client.chat.completions.create(
+                            model="x", messages=messages, stream=True, extra_body={"return_token_ids": True}
+                        )
+                        with events:
+                            for event in events:
+                                seen.extend(getattr(event.choices[0], "token_ids", None) or ())
+                                if len(seen) > 300:
+                                    break
+                        turns_then.append(session.record.num_turns)
+
+                manifest = rig.publish(2)
+                async with trio.open_nursery() as beside:
+                    beside.start_soon(trio.to_thread.run_sync, agent)
+                    await wait_sampled(rig.engine, 37)
+                    await rig.engine.pull(manifest)
+                while session.num_running:  # noqa: ASYNC110 - only a test waits for this
+                    await trio.sleep(0.01)
+                trajectory = session.close(reward=1.0)
+            nursery.cancel_scope.cancel()
+
+        assert turns_then == [0], "all of it came before the completion was whole"
+        (turn,) = session.record.turns
+        assert list(turn.completion.token_ids[: len(seen)]) == seen
+        assert len(turn.completion.token_ids) < 900, "the engine samples for nobody"
+        assert [span.version for span in turn.completion.spans][-1] == 2
+        assert trajectory.extras == {"streams_left": 1}
+        assert_labels_tell_the_truth(rig, turn.context_token_ids, turn.completion)
+        assert rig.engine.statistics().running == 0
+
+    run(server, body)
+
+
 def test_the_engine_says_how_full_its_cache_is(server: Server) -> None:
     async def body(rig: Rig) -> None:
         uses = await cache_use_of(rig.pool, limit=0.5)._look()

@@ -8,7 +8,7 @@ from pathlib import Path
 import trio
 
 from asyncrl.buffers import Fsync, GroupCommit, Journal
-from asyncrl.protocols import KeepsTrajectories, Sampler
+from asyncrl.protocols import KeepsTrajectories, Sampler, Watch
 from asyncrl.run_history import Attempt, read_history
 from asyncrl.run_journal import GroupAdmitted, JournalledSampler, KeptWork, Kind, RunJournal
 from asyncrl.testing import run_inline
@@ -35,7 +35,13 @@ class Counting:
         self._next = first
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         self.asked.append(token_ids)
         self._next += 1

@@ -19,7 +19,7 @@ from asyncrl.atropos.matching import SampledTokens
 from asyncrl.atropos.messages import KEYS, UNTRAINED, BadField, Registration, ScoredGroup, group_json
 from asyncrl.atropos.roster import Roster, WaitingCounts
 from asyncrl.gateway.http import Refused
-from asyncrl.protocols import Sampler
+from asyncrl.protocols import Sampler, Watch
 from asyncrl.tokens import ChatRenderer, build_segments
 from asyncrl.types import (
     Completion,
@@ -228,7 +228,13 @@ class RunTrainer:
         return group
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Return a completion, sampled for the oldest group that the run has asked for; wait while there is none."""
         while not self._places:
@@ -239,6 +245,7 @@ class RunTrainer:
             max_tokens=max_tokens,
             trajectory_id=f"{group_id}-{trajectory_id}",
             stop_token_ids=stop_token_ids,
+            watch=watch,
         )
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import trio
 
 from asyncrl.buffers import Fsync, GroupBuffer, GroupCommit, Journal
+from asyncrl.protocols import Watch
 from asyncrl.run_history import read_history
 from asyncrl.run_journal import GroupAdmitted, JournalledSampler, Kind, RunJournal
 from asyncrl.types import (
@@ -289,7 +290,13 @@ class _Answers:
         self._segments = {trajectory.trajectory_id: trajectory.segments[0] for trajectory in group.trajectories}
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         segment = self._segments[trajectory_id]
         return Completion(

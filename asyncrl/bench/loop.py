@@ -34,7 +34,7 @@ from asyncrl.buffers import BufferSettings, GroupCommit, Journal
 from asyncrl.buffers.group_commit import RunBlocking
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.progress import Progress
-from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult
+from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, Watch
 from asyncrl.recording import RunRecorder
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.run_directory import RunDirectory
@@ -112,7 +112,13 @@ class _Engines(SimulatedEngines):
         self._logprobs = Logprobs(segment.behaviour_logprobs[PROMPT_TOKENS:])
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         begun, middle, end = self.version, len(self._token_ids) // 2, len(self._token_ids)
         await trio.sleep(self._seconds())

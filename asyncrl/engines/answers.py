@@ -53,8 +53,13 @@ class Answer:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._choices: list[_Choice] = []
+        self._token_ids = TokenIds()
+        self._logprobs = Logprobs()
+        self._last: _Choice | None = None
+        self._versions: set[str] = set()
         self._complaint = ""
+        self._mistake = ""
+        """Why nothing of it can be believed, or ""."""
 
     def add(self, line: bytes) -> int:
         """Take one "data: {...}" line and return how many tokens it brings. Raises nothing: see `complaint`."""
@@ -67,29 +72,42 @@ class Answer:
             self._complaint = self._complaint or f"{self._engine} failed a request: {first_line(str(event.error))}"
         if self._complaint:
             return 0
-        self._choices += event.choices
+        for choice in event.choices:
+            self._take(choice)
         return sum(len(choice.token_ids or ()) for choice in event.choices)
+
+    def _take(self, choice: _Choice) -> None:
+        self._last = choice
+        self._versions.update(span.version for span in choice.weight_versions or ())
+        token_ids, entries = choice.token_ids or [], (choice.logprobs or _Logprobs()).content or []
+        if [entry.token_id for entry in entries] != token_ids:
+            self._mistake = self._mistake or f"returned {len(entries)} log-probs for {len(token_ids)} other tokens"
+        for place, entry in enumerate(entries, len(self._token_ids)):
+            if not (math.isfinite(entry.logprob) and _UNSAMPLED < entry.logprob <= _ROUNDING):
+                self._mistake = self._mistake or f"returned the log-prob {entry.logprob} for token {place}"
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend([min(entry.logprob, 0.0) for entry in entries])
 
     @property
     def begun(self) -> bool:
         """True once something has been sampled, or went wrong."""
-        return bool(self._choices or self._complaint)
+        return bool(self._last or self._complaint)
 
     def sampled_under(self, version: int) -> bool:
         """Tell whether any token that has arrived is labelled with a version."""
-        return any(span.version == str(version) for choice in self._choices for span in choice.weight_versions or ())
+        return str(version) in self._versions
 
     @property
     def finished(self) -> bool:
         """True once the model has come to an end of its own, or to the limit on tokens."""
-        return bool(self._choices) and self._choices[-1].finish_reason in ("stop", "length")
+        return self._last is not None and self._last.finish_reason in ("stop", "length")
 
     @property
     def complaint(self) -> str:
         """Why the server did not come to an end, or ""."""
         if self.finished or self._complaint:
             return self._complaint
-        reason = self._choices[-1].finish_reason if self._choices else None
+        reason = self._last.finish_reason if self._last else None
         return f"{self._engine} ended a completion with {reason or 'no reason'}"
 
     def part(self) -> Part:
@@ -97,25 +115,20 @@ class Answer:
 
         Raises: EngineError if a token lacks its log-prob or its version, or has one that cannot be right.
         """
-        token_ids = TokenIds([token for choice in self._choices for token in choice.token_ids or ()])
-        entries = [entry for choice in self._choices for entry in (choice.logprobs or _Logprobs()).content or ()]
-        if [entry.token_id for entry in entries] != list(token_ids):
-            raise EngineError(f"{self._engine} returned {len(entries)} log-probs for {len(token_ids)} other tokens")
-        for place, entry in enumerate(entries):
-            if not (math.isfinite(entry.logprob) and _UNSAMPLED < entry.logprob <= _ROUNDING):
-                raise EngineError(f"{self._engine} returned the log-prob {entry.logprob} for token {place}")
+        if self._mistake:
+            raise EngineError(f"{self._engine} {self._mistake}")
         reason = None
-        if self.finished:
-            reason = FinishReason.STOP if self._choices[-1].finish_reason == "stop" else FinishReason.LENGTH
+        if self._last is not None and self.finished:
+            reason = FinishReason.STOP if self._last.finish_reason == "stop" else FinishReason.LENGTH
         return Part(
-            token_ids=token_ids,
-            behaviour_logprobs=Logprobs([min(entry.logprob, 0.0) for entry in entries]),
-            spans=self._spans(len(token_ids)),
+            token_ids=TokenIds(self._token_ids),
+            behaviour_logprobs=Logprobs(self._logprobs),
+            spans=self._spans(len(self._token_ids)),
             finish_reason=reason,
         )
 
     def _spans(self, num_tokens: int) -> tuple[TokenSpan, ...]:
-        labels = (self._choices[-1].weight_versions if self._choices else None) or ()
+        labels = (self._last.weight_versions if self._last else None) or ()
         spans, end = [], 0
         for label in labels:
             if label.start != end or label.end < label.start or not label.version.isdecimal():

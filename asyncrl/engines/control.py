@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from asyncrl.engines.answers import first_line, named
 from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.types import PolicyVersion
 
 _ONCE = {"Connection": "close"}  # after an error in a control route the server drops the connection unannounced
 REPORT: Mapping[str, Any] = {"method": "asyncrl_weight_report"}
@@ -69,3 +70,8 @@ class ControlRoutes:
     async def abandon_update(self) -> None:
         """End an update that is under way in the server; it answers with an error, whether there is one or not."""
         await self.answers("/update_weights", {"update_info": {"abandon": True}})
+
+
+def held_versions(reports: Sequence[Mapping[str, Any]]) -> set[PolicyVersion | None]:
+    """Return the versions that a server's ranks hold; None stands for one that is not whole."""
+    return {None if report["broken"] else report["version"] for report in reports}

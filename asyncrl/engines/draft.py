@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from asyncrl.protocols import Progress, Watch
 from asyncrl.types import Completion, FinishReason, Logprobs, PolicyVersion, TokenIds, TokenSpan
 
 
@@ -33,6 +34,10 @@ class Part:
             finish_reason=None,
         )
 
+    def ended(self) -> Part:
+        """Return it as a completion that has come to its end."""
+        return replace(self, finish_reason=FinishReason.STOP)
+
 
 class Draft:
     """What was asked for, and what has been sampled of it until now. Mutable, owned by the task that waits for it.
@@ -49,12 +54,20 @@ class Draft:
     """
 
     def __init__(
-        self, prompt: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        prompt: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> None:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.trajectory_id = trajectory_id
         self.stop_token_ids = tuple(stop_token_ids)
+        self.watch = watch
+        """Who hears of it before it is whole, if anybody."""
         self.token_ids = TokenIds()
         self.behaviour_logprobs = Logprobs()
         self.spans: list[TokenSpan] = []
@@ -73,20 +86,34 @@ class Draft:
         """Return the tokens that the next one follows: the prompt, and what has been sampled."""
         return TokenIds([*self.prompt, *self.token_ids])
 
+    def show(self, part: Part) -> bool:
+        """Tell of what an engine has sampled and will add; return whether it is to end there."""
+        assert self.watch is not None
+        progress = Progress(
+            token_ids=TokenIds(self.token_ids + part.token_ids),
+            behaviour_logprobs=Logprobs(self.behaviour_logprobs + part.behaviour_logprobs),
+            spans=tuple(self._spans_with(part)),
+        )
+        return self.watch(progress)
+
     def take(self, part: Part, engine: str) -> None:
         """Add what an engine has sampled."""
         assert not self.is_whole
-        offset = len(self.token_ids)
+        self.spans = self._spans_with(part)
         self.token_ids += part.token_ids
         self.behaviour_logprobs += part.behaviour_logprobs
-        for span in part.spans:
-            placed = TokenSpan(start=span.start + offset, end=span.end + offset, version=span.version)
-            if self.spans and self.spans[-1].version == placed.version:
-                placed = TokenSpan(start=self.spans.pop().start, end=placed.end, version=placed.version)
-            self.spans.append(placed)
         if part.token_ids and self.engines[-1:] != [engine]:
             self.engines.append(engine)
         self.finish_reason = part.finish_reason
+
+    def _spans_with(self, part: Part) -> list[TokenSpan]:
+        offset, spans = len(self.token_ids), list(self.spans)
+        for span in part.spans:
+            placed = TokenSpan(start=span.start + offset, end=span.end + offset, version=span.version)
+            if spans and spans[-1].version == placed.version:
+                placed = TokenSpan(start=spans.pop().start, end=placed.end, version=placed.version)
+            spans.append(placed)
+        return spans
 
     def completion(self, seconds: float = 0.0) -> Completion:
         """Return it whole; `seconds` is what it took."""

@@ -15,7 +15,7 @@ from asyncrl.engines.roster import Member, Roster
 from asyncrl.engines.settings import EngineSettings
 from asyncrl.engines.supervision import StartServer, Supervisor
 from asyncrl.errors import ConfigError, EngineError, WeightMismatch, WeightSyncError
-from asyncrl.protocols import SyncReport
+from asyncrl.protocols import SyncReport, Watch
 from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
 
 _MAX_MOVES = 3  # a request that ends every engine that runs it must not end them all
@@ -202,14 +202,26 @@ class EnginePool:
         return min(member.engine.version for member in self._roster.serving or self._roster.members)
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Return one completion; see `protocols.Sampler`. Where an engine fails, another goes on behind its tokens.
 
         Waits where no engine is in service.
         Raises: EngineError when none comes back in time, when several have failed this request, or it cannot be served.
         """
-        draft = Draft(token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids)
+        draft = Draft(
+            token_ids,
+            max_tokens=max_tokens,
+            trajectory_id=trajectory_id,
+            stop_token_ids=stop_token_ids,
+            watch=watch,
+        )
         started = trio.current_time()
         while not draft.is_whole:
             async with self._line.place(draft) as member:

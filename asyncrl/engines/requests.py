@@ -5,6 +5,7 @@ from __future__ import annotations
 import trio
 
 from asyncrl.engines.answers import Answer
+from asyncrl.engines.draft import Part
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion
 
@@ -20,6 +21,10 @@ class Request:
         self.kind: type[EngineError] = EngineError
         """Of the failure."""
         self.last_event: float | None = None
+        self.shown: Part | None = None
+        """What whoever waits has heard of, and what must stay."""
+        self.ended = False
+        """Whether it is to end with what was shown."""
         self.cut_at: PolicyVersion | None = None
         """The version whose tokens must not be kept."""
 

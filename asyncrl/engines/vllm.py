@@ -34,7 +34,7 @@ import trio
 from asyncrl.engines.answers import Answer, first_line, named
 from asyncrl.engines.canary import Canary
 from asyncrl.engines.connections import ConnectionFault, Connections
-from asyncrl.engines.control import REPORT, ControlRoutes
+from asyncrl.engines.control import REPORT, ControlRoutes, held_versions
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
 from asyncrl.engines.pace import Pace
@@ -218,7 +218,7 @@ class VLLMEngine:
         async with self._pulling:
             with trio.move_on_after(min(_RECOVERY_S, self._settings.sync_timeout_s)):
                 reports = await self.control.reports()
-                return not self._broken and _held(reports) == {self.version} and self._is_ours(reports)
+                return not self._broken and held_versions(reports) == {self.version} and self._is_ours(reports)
         return False
 
     async def metrics(self) -> str:
@@ -285,12 +285,17 @@ class VLLMEngine:
         self._sent.add(request)
         try:
             with request.scope:
-                await self._stream(request, body)
+                await self._stream(request, body, draft)
                 await self._wait_verified(request)
         finally:
             self._sent.discard(request)
         try:
-            draft.take(self._kept(request), self.name)
+            try:
+                draft.take(self._kept(request), self.name)
+            except EngineError:
+                if request.shown is not None:  # it was right when it came, and has been acted upon
+                    draft.take(request.shown, self.name)
+                raise
             if not (draft.is_whole or request.withdrawn):
                 raise self._failure(request, draft, max_tokens)
         except EngineError:
@@ -306,6 +311,8 @@ class VLLMEngine:
 
     def _kept(self, request: Request) -> Part:
         """Return what a request has sampled, less what was sampled under weights that were found to be wrong."""
+        if request.ended and request.shown is not None:
+            return request.shown.ended()
         part = request.answer.part()
         if request.cut_at is None:
             return part
@@ -323,7 +330,7 @@ class VLLMEngine:
             )
         return EngineError(request.answer.complaint)
 
-    async def _stream(self, request: Request, body: Mapping[str, Any]) -> None:
+    async def _stream(self, request: Request, body: Mapping[str, Any], draft: Draft) -> None:
         answered = False
         try:
             async with self._connections.post(_GENERATE, msgspec.json.encode(body)) as answer:
@@ -337,9 +344,26 @@ class VLLMEngine:
                     for line in lines:
                         if line.startswith(_EVENT):
                             self._note(request, request.answer.add(line))
+                    if draft.watch is not None:
+                        self._show(request, draft)
         except ConnectionFault as error:
             request.failure = f"{self.name} at {self.url} does not answer: {error}"
             request.kind = EngineError if answered else RequestNotSent
+
+    def _show(self, request: Request, draft: Draft) -> None:
+        """Tell of what a request has sampled, less what the canary may still disown."""
+        try:
+            part = request.answer.part()
+        except EngineError:
+            return  # raised when the request is over
+        if self._probation is not None:
+            part = part.before(self._probation.version)
+        if request.scope.cancel_called or len(part.token_ids) <= (len(request.shown.token_ids) if request.shown else 0):
+            return
+        request.shown = replace(part, finish_reason=None)
+        if draft.show(part) and part.finish_reason is None:
+            request.ended = True
+            request.scope.cancel()
 
     def _note(self, request: Request, num_tokens: int) -> None:
         now = trio.current_time()
@@ -439,7 +463,7 @@ class VLLMEngine:
             held: set[PolicyVersion | None] = set()
             with trio.move_on_after(grace_s, shield=True):
                 await self.control.abandon_update()
-                held = _held(await self.control.reports())
+                held = held_versions(await self.control.reports())
                 if held == {self.version} and await self.control.answers("/resume"):
                     raise
             held_now = ", ".join(map(str, held)) or "no one knows what"
@@ -473,8 +497,3 @@ class VLLMEngine:
     def sync_timeout_s(self) -> float:
         """Seconds that one phase of a sync may take."""
         return self._settings.sync_timeout_s
-
-
-def _held(reports: Sequence[Mapping[str, Any]]) -> set[PolicyVersion | None]:
-    """Return the versions that a server's ranks hold; None stands for one that is not whole."""
-    return {None if report["broken"] else report["version"] for report in reports}

@@ -12,7 +12,7 @@ import trio
 
 from asyncrl.collecting import collect_from
 from asyncrl.errors import ConfigError
-from asyncrl.protocols import Environment, FetchesItems, KeepsTrajectories, LearnsFromGroups, Sampler
+from asyncrl.protocols import Environment, FetchesItems, KeepsTrajectories, LearnsFromGroups, Sampler, Watch
 from asyncrl.types import Completion, Task, TokenIds, Trajectory
 
 
@@ -138,10 +138,16 @@ class _DelayedSampler:
         self._delayed: set[str] = set()
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         completion = await self._sampler.sample(
-            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids, watch=watch
         )
         if trajectory_id not in self._delayed:
             self._delayed.add(trajectory_id)

@@ -17,7 +17,7 @@ from asyncrl import wire
 from asyncrl.children import last_lines, start_child
 from asyncrl.environments import service_messages as messages
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault, leaves
-from asyncrl.protocols import KeepsTrajectories, Sampler
+from asyncrl.protocols import KeepsTrajectories, Sampler, Watch
 from asyncrl.types import Completion, Task, TokenIds, Trajectory
 
 _ITEMS_AHEAD = 8  # tasks that are drawn before they are wanted, so that admission waits for none
@@ -331,7 +331,13 @@ class Memory:
         self._again = list(self._answered)
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """See `protocols.Sampler`."""
         for place, (name, prompt, completion) in enumerate(self._again):
@@ -339,7 +345,7 @@ class Memory:
                 del self._again[place]
                 return completion
         completion = await self._sampler.sample(
-            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids
+            token_ids, max_tokens=max_tokens, trajectory_id=trajectory_id, stop_token_ids=stop_token_ids, watch=watch
         )
         self._answered.append((trajectory_id, token_ids, completion))
         return completion

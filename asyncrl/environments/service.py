@@ -18,7 +18,7 @@ from asyncrl.collecting import collect_from
 from asyncrl.environments import service_messages as messages
 from asyncrl.environments.loading import EnvironmentSettings, load_environment
 from asyncrl.errors import ConfigError, EngineError, leaves
-from asyncrl.protocols import Environment, LearnsFromGroups, SandboxBackend
+from asyncrl.protocols import Environment, LearnsFromGroups, SandboxBackend, Watch
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Completion, TokenIds, Trajectory
 
@@ -205,7 +205,13 @@ class _AskingSampler:
         self._kept = {trajectory.trajectory_id: trajectory for trajectory in asked.kept}
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """See `protocols.Sampler`."""
         return await self._connection.ask(self._group, token_ids, max_tokens, trajectory_id, stop_token_ids)

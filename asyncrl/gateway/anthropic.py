@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from asyncrl.gateway.fields import Fields
-from asyncrl.gateway.http import Answer, Refused, event, event_stream, json_answer
-from asyncrl.gateway.messages import messages_of, reply_of, text_of, tool_call
+from asyncrl.gateway.http import Answer, Refused, event, json_answer
+from asyncrl.gateway.live import Live
+from asyncrl.gateway.messages import content_after, messages_of, reply_of, text_of, tool_call
 from asyncrl.gateway.model import ServedModel
 from asyncrl.gateway.openai import offered_tools, response_headers, usage_of
-from asyncrl.gateway.sampling import Choice, wanted_of
+from asyncrl.gateway.sampling import Choice, Wanted, version_names, wanted_of
 from asyncrl.gateway.session import Session
+from asyncrl.gateway.streaming import Piece, Stream
+from asyncrl.gateway.tool_calls import sure_of
+from asyncrl.protocols import Watch
 from asyncrl.tokens import Message
+from asyncrl.types import TokenIds
 
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 410: "not_found_error",
@@ -30,10 +35,10 @@ def anthropic_error(refused: Refused) -> Any:
     return {"type": "error", "error": {"type": _KINDS.get(refused.status, fallback), "message": str(refused)}}
 
 
-async def messages(model: ServedModel, session: Session, fields: Fields) -> Answer:
+async def messages(model: ServedModel, session: Session, fields: Fields, live: Live | None) -> Answer | None:
     """Answer `POST /v1/messages`."""
     asked = _messages(fields)
-    stream, name = fields.flag("stream"), fields.text("model") or model.name
+    name = fields.text("model") or model.name
     tools = offered_tools(_with_openai_tools(fields), model)
     if "max_tokens" not in fields:
         raise Refused(400, "max_tokens must be given")
@@ -43,20 +48,46 @@ async def messages(model: ServedModel, session: Session, fields: Fields) -> Answ
     if wanted.n != 1:
         raise Refused(400, f"n must be 1, got {wanted.n}")
     reply = partial(reply_of, form=model.tool_format, offered=bool(tools))
-    prompt, [(choice, message)] = await model.converse(session, asked, tools, wanted, reply)
+    head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": name}
+    if live is not None:
+        await _stream_messages(model, session, asked, tools, wanted, reply, _Events(head, live))
+        return None
+    prompt, [(choice, message)] = await model.converse(session, asked, tools, wanted, lambda _, choice: reply(choice))
     usage = usage_of(prompt, [choice])
     body = {
-        "id": f"msg_{secrets.token_hex(12)}",
-        "type": "message",
-        "role": "assistant",
-        "model": name,
+        **head,
         "content": _blocks(message),
         "stop_reason": _stop_reason(choice, message),
         "stop_sequence": choice.stop,
         "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
     }
-    headers = response_headers([choice], wanted)
-    return event_stream(_events(body), headers=headers) if stream else json_answer(body, headers=headers)
+    return json_answer(body, headers=response_headers([choice], wanted))
+
+
+async def _stream_messages(
+    model: ServedModel,
+    session: Session,
+    asked: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    wanted: Wanted,
+    reply: Callable[[Choice], Message],
+    events: _Events,
+) -> None:
+    sure = partial(sure_of, form=model.tool_format) if tools else len
+    stream = Stream(events.live, model.renderer, wanted, events.piece, sure=sure)
+
+    def watches_of(prompt: TokenIds) -> list[Watch]:
+        events.num_prompt_tokens = len(prompt)
+        return stream.watches()
+
+    def told_reply(place: int, choice: Choice) -> Message:
+        message = reply(choice)
+        events.piece(stream.rest(place, choice, content_after(stream.shown(place), message)))
+        return {**message, "content": stream.shown(place)}  # an agent sends back what it was told
+
+    _, [(choice, message)] = await model.converse(session, asked, tools, wanted, told_reply, watches_of)
+    events.end(choice, message)
+    session.streams_left += events.live.left
 
 
 def _messages(fields: Fields) -> list[Message]:
@@ -128,21 +159,42 @@ def _stop_reason(choice: Choice, message: Message) -> str:
     return {"stop": "end_turn", "length": "max_tokens"}[choice.finish_reason]
 
 
-def _events(body: Mapping[str, Any]) -> Iterator[bytes]:
-    def named(name: str, **values: Any) -> bytes:
-        return event({"type": name, **values}, name=name)
+class _Events:
+    """The events of a streamed message."""
 
-    usage = body["usage"]
-    start = {**body, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield named("message_start", message={**start, "usage": {**usage, "output_tokens": 0}})
-    for index, block in enumerate(body["content"]):
-        empty = {**block, "text": ""} if block["type"] == "text" else {**block, "input": {}}
-        yield named("content_block_start", index=index, content_block=empty)
-        delta: dict[str, Any] = {"type": "text_delta", "text": block.get("text")}
-        if block["type"] == "tool_use":
+    def __init__(self, head: Mapping[str, Any], live: Live) -> None:
+        self.live = live
+        self.num_prompt_tokens = 0
+        self._head = head
+        self._in_text = False
+
+    def piece(self, piece: Piece) -> None:
+        """Say what has been sampled."""
+        if piece.is_first:
+            usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+            start = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            self._say("message_start", message=start)
+        if not piece.text:
+            return
+        if not self._in_text:
+            self._say("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            self._in_text = True
+        self._say("content_block_delta", index=0, delta={"type": "text_delta", "text": piece.text})
+
+    def end(self, choice: Choice, message: Message) -> None:
+        """Say the calls, and why it ended."""
+        if self._in_text:
+            self._say("content_block_stop", index=0)
+        calls = [block for block in _blocks(message) if block["type"] == "tool_use"]
+        for index, block in enumerate(calls, int(self._in_text)):
+            self._say("content_block_start", index=index, content_block={**block, "input": {}})
             delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}
-        yield named("content_block_delta", index=index, delta=delta)
-        yield named("content_block_stop", index=index)
-    end = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
-    yield named("message_delta", delta=end, usage={"output_tokens": usage["output_tokens"]})
-    yield named("message_stop")
+            self._say("content_block_delta", index=index, delta=delta)
+            self._say("content_block_stop", index=index)
+        end = {"stop_reason": _stop_reason(choice, message), "stop_sequence": choice.stop}
+        usage = {"output_tokens": len(choice.completion.token_ids)}
+        self._say("message_delta", delta=end, usage=usage, asyncrl_version=version_names(choice.completion.spans))
+        self._say("message_stop")
+
+    def _say(self, name: str, **values: Any) -> None:
+        self.live.say(event({"type": name, **values}, name=name))

@@ -4,8 +4,9 @@ Every rollout has a session. Its requests come by its path (`/sessions/ID/v1/...
 they sample is recorded, and becomes the session's trajectory. They go to the sampler that the session was opened with:
 in a run that is the run's own, so that bounds, versions, retries and the journal are those of every other rollout.
 
-A stream begins when its completion is whole. What an agent has seen is then what is recorded, whichever engine died and
-whichever weights were disowned meanwhile.
+A stream is sent as its completion is sampled. Of that it shows only what stays, whichever engine dies and whichever
+weights are disowned meanwhile; so what an agent has seen is what is recorded. One that leaves a stream ends its
+completion there, as a stop string would: what it was told is recorded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,20 @@ from asyncrl.errors import EnvironmentFault
 from asyncrl.gateway import anthropic, openai, vllm
 from asyncrl.gateway.admission import CacheUse
 from asyncrl.gateway.fields import Fields
-from asyncrl.gateway.http import Answer, ErrorBody, Handler, Refused, Request, Route, Routes, json_answer
+from asyncrl.gateway.http import (
+    Answer,
+    ErrorBody,
+    Handler,
+    Refused,
+    Request,
+    Route,
+    Routes,
+    event,
+    event_stream,
+    json_answer,
+)
 from asyncrl.gateway.http import openai_error as _openai_error
+from asyncrl.gateway.live import Live
 from asyncrl.gateway.model import ServedModel
 from asyncrl.gateway.record import Record
 from asyncrl.gateway.server import HTTPServer
@@ -37,7 +50,8 @@ from asyncrl.protocols import Sampler
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task
 
-_Face = Callable[[ServedModel, Session, Fields], Awaitable[Answer]]
+_Face = Callable[[ServedModel, Session, Fields, Live | None], Awaitable[Answer | None]]
+"""Returns an answer, or says one to a `Live` and returns None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +256,9 @@ class Gateway:
             ("GET", "/health", self._health),
         ]
         found = [
-            Route(method=method, path=path, handler=self._answering(face), error_body=self._counted(error_body))
+            Route(method=method, path=path, handler=self._answering(face, counted), error_body=counted)
             for method, path, face, error_body in faces
+            for counted in [self._counted(error_body)]
         ]
         found += [
             Route(method=method, path=path, handler=handler, error_body=self._counted(_openai_error))
@@ -262,17 +277,36 @@ class Gateway:
 
         return body
 
-    def _answering(self, face: _Face) -> Handler:
+    def _answering(self, face: _Face, error_body: ErrorBody) -> Handler:
         async def answer(request: Request) -> Answer:
             session = self.session_of(request)
             self._admit(session)
             fields = await self.fields(request)
-            with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
-                found = await face(session.model or self.model, session, fields)
-            self._answered += 1
-            return found
+            if not fields.flag("stream"):
+                with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
+                    found = await face(session.model or self.model, session, fields, None)
+                assert found is not None
+                self._answered += 1
+                return found
+            live = Live(lambda refused: event(error_body(refused), name=event_name))
+            assert request.nursery is not None, "only a server streams"
+            request.nursery.start_soon(self._say, face, session, fields, live)
+            await live.wait_begun()
+            return event_stream(live.parts(), headers=live.headers)
 
+        event_name = "error" if face is anthropic.messages else ""
         return answer
+
+    async def _say(self, face: _Face, session: Session, fields: Fields, live: Live) -> None:
+        """Have a face say its answer, to its end."""
+        try:
+            with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
+                await face(session.model or self.model, session, fields, live)
+        except Refused as refused:
+            live.end(refused)
+        else:
+            self._answered += 1
+            live.end()
 
     def _admit(self, session: Session) -> None:
         if session.has_begun or self._cache_use is None or self._cache_use.has_room:

@@ -32,7 +32,8 @@ class Answer:
     """An answer to a request."""
 
     body: bytes | Iterable[bytes] | AsyncIterable[bytes]
-    """Whole, or the parts of an event stream, which may take their time."""
+    """Whole, or the parts of an event stream, which may take their time. An async generator is closed when its client
+    is gone."""
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +69,9 @@ class Request:
         self.path = unquote(path)
         self.parameters: dict[str, str] = {}
         """What the route's `{names}` stand for."""
+        self.nursery: trio.Nursery | None = None
+        """Of the server, for what makes the parts of this request's answer while they are sent: the server waits for
+        it before it takes the connection's next request. None outside a server."""
         self.headers = headers
         """By name in small letters."""
         self._read = read

@@ -78,3 +78,11 @@ def reply_of(choice: Choice, form: ToolFormat, *, offered: bool) -> Message:
         return {"role": "assistant", "content": choice.text}
     found = [tool_call(name, arguments_of(arguments)) for name, arguments in calls]
     return {"role": "assistant", "content": text, "tool_calls": found}
+
+
+def content_after(shown: str, message: Message) -> str:
+    """Return a reply's text where its beginning has been shown, before anyone knew that calls follow it."""
+    content: str = message["content"]
+    if "tool_calls" not in message or not shown:
+        return content
+    return shown + content.removeprefix(shown.strip())

@@ -16,6 +16,7 @@ from asyncrl.gateway.sampling import Choice, Wanted, choice_of
 from asyncrl.gateway.session import Session
 from asyncrl.gateway.settings import GatewaySettings, ToolFormat
 from asyncrl.gateway.tool_calls import format_of
+from asyncrl.protocols import Watch
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Completion, TokenIds
 
@@ -90,8 +91,10 @@ class ServedModel:
             return work()
         return await trio.to_thread.run_sync(work, limiter=self.threads)
 
-    async def sample(self, session: Session, prompt: TokenIds, wanted: Wanted) -> list[Choice]:
-        """Return `n` choices of a prompt, sampled beside each other; they are not recorded.
+    async def sample(
+        self, session: Session, prompt: TokenIds, wanted: Wanted, watches: Sequence[Watch] = ()
+    ) -> list[Choice]:
+        """Return `n` choices of a prompt, sampled beside each other; they are not recorded. `watches` hear of them.
 
         Raises: Refused where the prompt leaves no room, or no engine could answer.
         """
@@ -109,14 +112,20 @@ class ServedModel:
             raise Refused(400, "the prompt is empty")
         stops = (*self.renderer.stop_token_ids, *wanted.stop_token_ids)
         if wanted.n == 1:  # as nearly all are
-            only = await session.sample(prompt, max_tokens=limit, stop_token_ids=stops)
+            watch = watches[0] if watches else None
+            only = await session.sample(prompt, max_tokens=limit, stop_token_ids=stops, watch=watch)
             return [choice_of(only, wanted, self.renderer)]
         found: dict[int, Completion] = {}
         refused: list[Refused] = []
 
         async def one(index: int) -> None:
             try:
-                found[index] = await session.sample(prompt, max_tokens=limit, stop_token_ids=stops)
+                found[index] = await session.sample(
+                    prompt,
+                    max_tokens=limit,
+                    stop_token_ids=stops,
+                    watch=watches[index] if watches else None,
+                )
             except Refused as error:
                 refused.append(error)
                 nursery.cancel_scope.cancel()
@@ -128,9 +137,11 @@ class ServedModel:
             raise refused[0]
         return [choice_of(found[index], wanted, self.renderer) for index in range(wanted.n)]
 
-    async def complete(self, session: Session, prompt: TokenIds, wanted: Wanted) -> list[Choice]:
+    async def complete(
+        self, session: Session, prompt: TokenIds, wanted: Wanted, watches: Sequence[Watch] = ()
+    ) -> list[Choice]:
         """Return recorded choices of a prompt. Raises: Refused."""
-        choices = await self.sample(session, prompt, wanted)
+        choices = await self.sample(session, prompt, wanted, watches)
         for choice in choices:
             session.record.add(prompt, choice.completion)
         return choices
@@ -141,15 +152,18 @@ class ServedModel:
         messages: Sequence[Message],
         tools: Tools,
         wanted: Wanted,
-        reply_of: Callable[[Choice], Message],
+        reply_of: Callable[[int, Choice], Message],
+        watches_of: Callable[[TokenIds], Sequence[Watch]] = lambda prompt: (),
     ) -> tuple[TokenIds, list[tuple[Choice, Message]]]:
         """Return the prompt and recorded choices of a chat request, each with the message that it is shown as.
 
+        `watches_of` returns who hears of the choices before, once the prompt is there.
         Raises: Refused.
         """
         known_by = fingerprints(messages, tools)
         prompt = await self.prompt_of(messages, tools, session.record.find(known_by))
-        choices = [(choice, reply_of(choice)) for choice in await self.sample(session, prompt, wanted)]
+        sampled = await self.sample(session, prompt, wanted, watches_of(prompt))
+        choices = [(choice, reply_of(place, choice)) for place, choice in enumerate(sampled)]
         for choice, reply in choices:
             session.record.add(prompt, choice.completion, messages=followed_by(known_by[-1], reply))
         return prompt, choices

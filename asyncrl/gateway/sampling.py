@@ -156,7 +156,6 @@ def cut(completion: Completion, num_tokens: int) -> Completion:
     )
 
 
-def versions_of(choices: Sequence[Choice]) -> str:
-    """Return the versions that sampled the choices, oldest first: "3,4"."""
-    spans: list[TokenSpan] = [span for choice in choices for span in choice.completion.spans]
+def version_names(spans: Sequence[TokenSpan]) -> str:
+    """Return the versions of spans, oldest first: "3,4"."""
     return ",".join(map(str, sorted({span.version for span in spans})))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from contextlib import aclosing
 
 import h11
 import trio
@@ -63,17 +64,26 @@ class HTTPServer:
         if request is None:
             return False
         answer: Answer | None = None
+        sent = False
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(connection.cancel_when_gone, nursery.cancel_scope)
+            request.nursery = nursery
+            waiting, watching = [nursery.cancel_scope], trio.CancelScope()
+            nursery.start_soon(connection.cancel_when_gone, waiting, watching)
             try:
                 answer = await self._respond(request)
             except h11.RemoteProtocolError as error:  # in the middle of its body
                 answer = error_answer(Refused(error.error_status_hint, f"this is no HTTP request: {error}"))
-            nursery.cancel_scope.cancel()
+            if not isinstance(answer.body, bytes):
+                with trio.CancelScope() as sending:  # alone: whoever makes the parts is told, and ends in order
+                    waiting[0] = sending
+                    sent = await connection.send_parts(answer)
+            watching.cancel()
         if answer is None:
             return False
-        await connection.send(answer)
-        return await connection.start_next()
+        if isinstance(answer.body, bytes):
+            await connection.send(answer)
+            sent = True
+        return sent and await connection.start_next()
 
 
 class _Stalled(Exception):  # noqa: N818  (never leaves this file)
@@ -118,17 +128,28 @@ class _Connection:
             self._h11.receive_data(await self._stream.receive_some(_PIECE))
         return event
 
-    async def cancel_when_gone(self, scope: trio.CancelScope) -> None:
-        """Cancel when the client closes its connection after its request: nobody waits for the answer any more."""
-        await self._whole.wait()
+    async def cancel_when_gone(self, waiting: list[trio.CancelScope], watching: trio.CancelScope) -> None:
+        """Cancel the one scope of `waiting` when the client closes its connection after its request: nobody waits for
+        the answer any more. `watching` ends this.
+        """
+        with watching:
+            await self._whole.wait()
+            try:
+                data = await self._stream.receive_some(_PIECE)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                data = b""
+            if data:
+                self._h11.receive_data(data)  # its next request, which is read after this one
+            else:
+                waiting[0].cancel()
+
+    async def send_parts(self, answer: Answer) -> bool:
+        """Send an answer that comes in parts; return whether the client has taken all of it."""
         try:
-            data = await self._stream.receive_some(_PIECE)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            data = b""
-        if data:
-            self._h11.receive_data(data)  # its next request, which is read after this one
-        else:
-            scope.cancel()
+            await self.send(answer)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, _Stalled):
+            return False
+        return True
 
     async def send(self, answer: Answer) -> None:
         """Send an answer. Raises: _Stalled, trio.BrokenResourceError."""
@@ -148,8 +169,9 @@ class _Connection:
             await self._send_all(head + (self._h11.send(h11.Data(data=answer.body)) or b""))
         else:
             await self._send_all(head)
-            async for part in _each(answer.body):
-                await self._send_all(self._h11.send(h11.Data(data=part)))
+            async with aclosing(_each(answer.body)) as parts:
+                async for part in parts:
+                    await self._send_all(self._h11.send(h11.Data(data=part)))
         await self._send_all(self._h11.send(h11.EndOfMessage()))
 
     async def _send_all(self, data: bytes | None) -> None:
@@ -172,8 +194,12 @@ class _Connection:
         return False
 
 
-async def _each(parts: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    if isinstance(parts, AsyncIterable):
+async def _each(parts: Iterable[bytes] | AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    if isinstance(parts, AsyncGenerator):
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
+    elif isinstance(parts, AsyncIterable):
         async for part in parts:
             yield part
     else:

@@ -16,7 +16,7 @@ from asyncrl.engines import RequestRefused
 from asyncrl.errors import EngineError, EnvironmentFault
 from asyncrl.gateway.http import Refused
 from asyncrl.gateway.record import Record
-from asyncrl.protocols import Sampler
+from asyncrl.protocols import Sampler, Watch
 from asyncrl.types import Completion, FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Session:
         self.deadline = trio.current_time() + deadline_s
         self.ignored: Counter[str] = Counter()
         """Foreign parameters of its requests, and how often each was ignored."""
+        self.streams_left = 0
+        """Streams that their client left before the end; what was sampled by then is recorded."""
         self.failure: Failure | None = None
         """What failed its last request; None after one that was answered."""
         self._sampler = sampler
@@ -78,6 +80,7 @@ class Session:
         self._turns_used_up = False
         self._running: set[trio.CancelScope] = set()
         self._end = ""
+        self._unanswered = 0
         self.outcome = ""
         """What became of it: a trajectory's status, or "" while nobody has said."""
 
@@ -132,7 +135,9 @@ class Session:
                 raise Refused(410, f"the session is over: {self.end}", code="session_over")
             raise Refused(504, f"no answer in {timeout_s:g} s (request_timeout_s of [gateway])", code="timeout")
 
-    async def sample(self, prompt: TokenIds, *, max_tokens: int, stop_token_ids: Sequence[int]) -> Completion:
+    async def sample(
+        self, prompt: TokenIds, *, max_tokens: int, stop_token_ids: Sequence[int], watch: Watch | None = None
+    ) -> Completion:
         """Return a completion; it is not recorded. Raises: Refused where no engine could answer."""
         try:
             completion = await self._sampler.sample(
@@ -140,6 +145,7 @@ class Session:
                 max_tokens=min(max_tokens, self._max_tokens or max_tokens),
                 trajectory_id=self.trajectory_id,
                 stop_token_ids=stop_token_ids,
+                **({} if watch is None else {"watch": watch}),
             )
         except RequestRefused as error:
             raise Refused(400, str(error)) from None
@@ -205,6 +211,7 @@ class Session:
     def stop(self, reason: str) -> None:
         """Answer nothing more; requests that are being answered end."""
         self._end = self._end or reason
+        self._unanswered = self._unanswered or len(self._running)
         for scope in self._running:
             scope.cancel()
 
@@ -224,4 +231,11 @@ class Session:
         )
 
     def _extras(self, extras: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {**(extras or {}), **({"ignored_parameters": dict(self.ignored)} if self.ignored else {})}
+        found: dict[str, Any] = {**(extras or {})}
+        if self.ignored:
+            found["ignored_parameters"] = dict(self.ignored)
+        if self.streams_left:
+            found["streams_left"] = self.streams_left
+        if self._unanswered:  # what was sampled for them is in no record
+            found["unanswered_requests"] = self._unanswered
+        return found

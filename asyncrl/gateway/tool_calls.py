@@ -8,8 +8,11 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.gateway.live import begun_at_end
 from asyncrl.gateway.settings import ToolFormat
 
+_HERMES_TAG = "<tool_call>"
+_LLAMA_TAG = "<|python_tag|>"
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
@@ -45,10 +48,27 @@ def _hermes(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _llama_json(text: str) -> tuple[str, list[tuple[str, str]]]:
-    pieces = [piece for piece in text.removeprefix("<|python_tag|>").split(";\n") if piece.strip()]
+    pieces = [piece for piece in text.removeprefix(_LLAMA_TAG).split(";\n") if piece.strip()]
     found = [_call(piece, "parameters") for piece in pieces]
     calls = [call for call in found if call is not None]
     return ("", calls) if calls and len(calls) == len(found) else (text, [])
+
+
+def sure_of(text: str, form: ToolFormat) -> int:
+    """Return how many characters of a text in the making are surely no tool call, whatever follows.
+
+    Example:
+        >>> sure_of("Hm. <tool", ToolFormat.HERMES), sure_of(' {"name"', ToolFormat.LLAMA_JSON)
+        (4, 0)
+    """
+    if form is ToolFormat.HERMES:
+        place = text.find(_HERMES_TAG)
+        return place if place >= 0 else len(text) - begun_at_end(text, _HERMES_TAG)
+    if form is ToolFormat.LLAMA_JSON:
+        begun = text.lstrip()
+        is_call = begun.startswith(("{", _LLAMA_TAG)) or _LLAMA_TAG.startswith(begun)
+        return 0 if is_call else len(text)
+    return len(text)
 
 
 def _call(text: str, arguments_key: str) -> tuple[str, str] | None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.gateway.fields import Fields
-from asyncrl.gateway.http import Answer, Refused, event, event_stream, json_answer
+from asyncrl.gateway.http import Answer, Refused, event, json_answer
+from asyncrl.gateway.live import Live
 from asyncrl.gateway.model import ServedModel
-from asyncrl.gateway.openai import prompts_of, response_headers
-from asyncrl.gateway.sampling import Choice, wanted_of
+from asyncrl.gateway.openai import DONE, prompts_of, response_headers
+from asyncrl.gateway.sampling import wanted_of
 from asyncrl.gateway.session import Session
-from asyncrl.types import TokenIds
+from asyncrl.gateway.streaming import Piece, Stream
+from asyncrl.types import Logprobs, TokenIds, TokenSpan
 
 _LIMITS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 
 
-async def generate(model: ServedModel, session: Session, fields: Fields) -> Answer:
+async def generate(model: ServedModel, session: Session, fields: Fields, live: Live | None) -> Answer | None:
     """Answer `POST /generate`: text or ids in; texts, ids and log-probs of `n` choices out."""
     found = fields.take("prompt")
     if isinstance(found, dict):
@@ -25,7 +27,7 @@ async def generate(model: ServedModel, session: Session, fields: Fields) -> Answ
     prompts = await prompts_of(model, found)
     if len(prompts) != 1:
         raise Refused(400, f"prompt must be one prompt, got {len(prompts)}")
-    if fields.flag("stream"):
+    if live is not None:
         raise Refused(400, "stream must be false: /v1/completions streams")
     if fields.integer("logprobs", 0, high=20) > 1:
         raise Refused(400, "logprobs must be 0 or 1: only the sampled token's log-prob is known")
@@ -57,10 +59,9 @@ async def generate(model: ServedModel, session: Session, fields: Fields) -> Answ
     return json_answer(body, headers=response_headers(choices, wanted))
 
 
-async def inference_generate(model: ServedModel, session: Session, fields: Fields) -> Answer:
+async def inference_generate(model: ServedModel, session: Session, fields: Fields, live: Live | None) -> Answer | None:
     """Answer `POST /inference/v1/generate`: ids in, ids, log-probs and versions out."""
     prompt = fields.token_ids("token_ids", vocab_size=model.renderer.vocab_size)
-    stream = fields.flag("stream")
     parameters = fields.object("sampling_params")
     fields.take("return_token_ids")
     shows_logprobs = "logprobs" in parameters
@@ -68,26 +69,43 @@ async def inference_generate(model: ServedModel, session: Session, fields: Field
         raise Refused(400, "logprobs must be 0 or 1: only the sampled token's log-prob is known")
     wanted_of(fields, model.settings, temperature=model.temperature, vocab_size=model.renderer.vocab_size)
     wanted = wanted_of(parameters, model.settings, temperature=model.temperature, vocab_size=model.renderer.vocab_size)
-    choices = await model.complete(session, prompt, wanted)
     head = {"request_id": f"generate-tokens-{secrets.token_hex(12)}"}
-    shown = [_shown(index, choice, shows_logprobs) for index, choice in enumerate(choices)]
-    headers = response_headers(choices, wanted)
-    if stream:
-        return event_stream(_events(head, shown), headers=headers)
-    return json_answer({**head, "choices": shown}, headers=headers)
+
+    def say(piece: Piece, finish_reason: str | None = None) -> None:
+        assert live is not None
+        logprobs = piece.logprobs if shows_logprobs else None
+        each = _shown(piece.index, piece.token_ids, logprobs, piece.spans, finish_reason)
+        live.say(event({**head, "choices": [each]}))
+
+    if live is not None:
+        stream = Stream(live, model.renderer, wanted, say)
+        for place, choice in enumerate(await model.complete(session, prompt, wanted, stream.watches())):
+            say(stream.rest(place, choice, choice.text), choice.finish_reason)
+        live.say(DONE)
+        session.streams_left += live.left
+        return None
+    choices = await model.complete(session, prompt, wanted)
+    shown = []
+    for index, choice in enumerate(choices):
+        completion = choice.completion
+        logprobs = completion.behaviour_logprobs if shows_logprobs else None
+        shown.append(_shown(index, completion.token_ids, logprobs, completion.spans, choice.finish_reason))
+    return json_answer({**head, "choices": shown}, headers=response_headers(choices, wanted))
 
 
-def _shown(index: int, choice: Choice, shows_logprobs: bool) -> dict[str, Any]:
-    completion = choice.completion
-    spans = [{"version": str(span.version), "start": span.start, "end": span.end} for span in completion.spans]
+def _shown(
+    index: int,
+    token_ids: TokenIds,
+    logprobs: Logprobs | None,
+    spans: Sequence[TokenSpan],
+    finish_reason: str | None,
+) -> dict[str, Any]:
     return {
         "index": index,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": choice.finish_reason,
-        "logprobs": {"content": _logprobs(completion.token_ids, completion.behaviour_logprobs)}
-        if shows_logprobs
-        else None,
-        "weight_versions": spans,
+        "token_ids": list(token_ids),
+        "finish_reason": finish_reason,
+        "logprobs": None if logprobs is None else {"content": _logprobs(token_ids, logprobs)},
+        "weight_versions": [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans],
     }
 
 
@@ -96,9 +114,3 @@ def _logprobs(token_ids: TokenIds, logprobs: Sequence[float]) -> list[dict[str, 
         {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob, "top_logprobs": []}
         for token_id, logprob in zip(token_ids, logprobs, strict=True)
     ]
-
-
-def _events(head: dict[str, Any], shown: Sequence[dict[str, Any]]) -> Iterator[bytes]:
-    for choice in shown:
-        yield event({**head, "choices": [choice]})
-    yield b"data: [DONE]\n\n"

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from asyncrl.errors import CheckpointError, LearnerError, WeightSyncError
-from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, SyncReport
+from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, SyncReport, Watch
 from asyncrl.simulation.faults import Fault
 from asyncrl.simulation.rates import SimulationRates
 from asyncrl.types import (
@@ -86,7 +86,13 @@ class SimulatedEngines:
         self._pulling = trio.Lock()
 
     async def sample(
-        self, token_ids: TokenIds, *, max_tokens: int, trajectory_id: str, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: TokenIds,
+        *,
+        max_tokens: int,
+        trajectory_id: str,
+        stop_token_ids: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> Completion:
         """Return one token: only an evaluation asks."""
         return Completion(
