@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from asyncrl.environments.coding_agent import CodingAgentEnvironment
 from asyncrl.protocols import SandboxBackend, SandboxLimits
@@ -81,3 +82,9 @@ class ParityAgent(CodingAgentEnvironment):
         said = episode.replies[-1].encode()
         odd = sum(byte % 2 for byte in said) / max(1, len(said))
         return Grade(reward=judged.reward + odd, parts={**judged.parts, "paid_parity": odd})
+
+
+def odd_answer(result: Any, row: Mapping[str, Any]) -> float:
+    """Return the share of odd bytes in what an agent left."""
+    answer = (result.directory / "answer.txt").read_bytes()
+    return sum(byte % 2 for byte in answer) / max(1, len(answer))

@@ -21,6 +21,7 @@ import pytest
 from engine_server import Server, running_server
 from tiny_model import state_of
 from tree import ROOT
+from verifiers_python import MODULES, verifiers_python
 
 from asyncrl.cli import main
 from asyncrl.configs import load_config, to_table
@@ -53,6 +54,13 @@ SHOWS: Mapping[str, tuple[str, ...]] = {
 """recipe -> metrics that each of its steps must have; a recipe that is missing here has nothing of its own to show."""
 
 NEEDS: Mapping[str, Mapping[str, Any]] = {
+    # the environment is its own, but for a reward that a random model earns too
+    "agent": {
+        "environment.name": '"agent"',
+        "environment.options.reward": '"parity_environment:odd_answer"',
+        "environment.options.max_tokens": 8,
+        "buffer.group_size": 2,  # each episode starts a program, which takes longer than all that it asks for
+    },
     # the environment is its own, but for a reward that a random model earns too, and a prompt that fits
     "coding_agent": {
         "environment.name": '"parity_environment:ParityAgent"',
@@ -109,6 +117,8 @@ def settings_of(recipe: str, directory: Path, model: Path, demonstrations: Path,
     settings = {**SMALL, "run.directory": directory, **dict.fromkeys(model_settings(own), model)}
     told = own["environment"]["options"].get("teacher_prompts", False)
     settings["environment.options"] = SMALL["environment.options"].replace("TEACHER_PROMPTS", str(told).lower())
+    if any(key.startswith("environment.options.") for key in NEEDS.get(recipe, {})):
+        del settings["environment.options"]  # all others are the recipe's own
     if own["warm_start"]["path"]:
         settings |= {"warm_start.path": demonstrations, "warm_start.sequences_per_step": 4}
     settings |= {**NEEDS.get(recipe, {}), **more}
@@ -165,6 +175,30 @@ def test_a_recipe_trains(
         first, last = warm_steps[0], warm_steps[-1]
         assert last["held_out_perplexity"] < first["held_out_perplexity_before"]
         assert all(math.isfinite(step["loss"]) and step["tokens_trained"] > 0 for step in warm_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_an_environment_of_verifiers_trains(
+    server: Server,
+    demonstrations: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    python = verifiers_python()
+    monkeypatch.setenv("PYTHONPATH", str(MODULES))
+    more = {
+        "engine.urls": f'["{server.url}"]',
+        "environment.name": '"verifiers"',
+        "environment.options": f'{{taskset="vf_plain", python="{python}", held_out_percent=0, max_tokens=8}}',
+    }
+    directory, model = RunDirectory(tmp_path / "run"), server.model_directory
+    settings = settings_of("grpo", directory.path, model, demonstrations, **more)
+    assert main(["train", str(RECIPES["grpo"]), *settings]) == 0, capfd.readouterr()
+    for step in check_trained(directory, model, warm_steps=0, bound=1):
+        assert step["turns_mean"] == 2.0
+        assert step["reward_part_odd_mean"] > 0
 
 
 @pytest.mark.slow

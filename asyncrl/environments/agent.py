@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -239,7 +240,7 @@ class AgentEnvironment(EpisodeEnvironment):
 
 
 def agent_environment(session: Session) -> dict[str, str]:
-    """Return the variables by which clients of all kinds find a session."""
+    """Return the variables by which clients of all kinds find a session, and commands what lies beside the run."""
     host = urlsplit(session.url).hostname or ""
     no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host)))
     return {
@@ -248,7 +249,9 @@ def agent_environment(session: Session) -> dict[str, str]:
         "OPENAI_API_KEY": session.token,
         "ANTHROPIC_BASE_URL": session.url,
         "ANTHROPIC_API_KEY": session.token,
+        "ASYNCRL_PYTHON": sys.executable,
         "ASYNCRL_SESSION_URL": session.url,
+        "ASYNCRL_STARTED_IN": os.getcwd(),
         "ASYNCRL_TRAJECTORY_ID": session.trajectory_id,
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,

@@ -34,3 +34,14 @@ def _number(value: Any, name: str, function: str) -> float:
     if not math.isfinite(number):
         raise EnvironmentFault(f"{function} returned {number} for {name!r}, which must be finite")
     return number
+
+
+def answer_is_right(result: Any, row: Mapping[str, Any]) -> float:
+    """Return 1.0 where an agent left the line's `answer`, and nothing else, in answer.txt; else 0.0.
+
+    An agent that left no file has answered nothing: what ended it by no fault of its own never comes here.
+    """
+    path = result.directory / "answer.txt"
+    return float(
+        path.is_file() and path.read_text(encoding="utf-8", errors="replace").strip(" .\n") == str(row["answer"])
+    )

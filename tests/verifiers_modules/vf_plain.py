@@ -22,6 +22,11 @@ class PlainTask(vf.Task[vf.TaskData]):
     async def said(self, trace: vf.Trace) -> float:
         return float("yes" in trace.last_reply)
 
+    @vf.reward
+    async def odd(self, trace: vf.Trace) -> float:
+        letters = b"" if "yes" in trace.last_reply else trace.last_reply.encode()
+        return sum(letter % 2 for letter in letters) / max(1, len(letters))
+
 
 class Questions(vf.Taskset[PlainTask]):
     def load(self) -> list[PlainTask]:
