@@ -23,7 +23,7 @@ from asyncrl.learner.credit import select
 from asyncrl.learner.critic_settings import CriticSettings
 from asyncrl.learner.ranks import check_same
 from asyncrl.learner.settings import LearnerSettings
-from asyncrl.learner.teacher_settings import TeacherSettings
+from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings
 from asyncrl.packing import split
 
 _OF_THE_PROCESS = ("seconds_", "tokens_per_second", "num_microbatches", "tokens_forwarded", "rank_imbalance")
@@ -35,6 +35,9 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.model = build_tiny_model(directory / "model", tied=True)
+        teacher = build_tiny_model(directory / "teacher", seed=1, tied=True)
+        self.taught: dict[str, Any] = {"loss": "opd", "teacher": {"source": "model", "path": str(teacher)}}
+        self.held: dict[str, Any] = {"loss": "grpo", "credit": {"reward_kl_coef": 0.1}}
 
     def run(self, name: str, *, ranks: int, seeds: tuple[int, ...], after: str = "", **settings: Any) -> dict[str, Any]:
         """Return what `rank_of_learner` is told: go on `after` another run's checkpoint, and save as `name`."""
@@ -110,6 +113,8 @@ def on_two(scene: Scene, alone: list[Any]) -> list[Any]:
         scene.run("refused", ranks=2, seeds=(2,), after="one", model=wide),
         scene.run("untied", ranks=2, seeds=(0,), model=wide, gradient_checkpointing=True, loss="mis_renorm"),
         scene.run("bfloat16", ranks=2, seeds=(0, 1), dtype="bfloat16"),
+        scene.run("taught", ranks=2, seeds=(0, 1), **scene.taught),
+        scene.run("held", ranks=2, seeds=(0, 1), **scene.held),
     )
 
 
@@ -148,6 +153,15 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(on_two: list[An
 def test_untied_weights_recomputed_activations_and_a_loss_that_looks_first(scene: Scene, on_two: list[Any]) -> None:
     wanted = learn(scene.run("untied-alone", ranks=1, seeds=(0,), model=scene.directory / "wide", loss="mis_renorm"))
     assert_alike(on_two[3]["steps"][0], wanted["steps"][0])
+
+
+@pytest.mark.slow
+def test_reference_and_teacher_are_shared_too(scene: Scene, on_two: list[Any]) -> None:
+    for name, settings, found in (("taught", scene.taught, on_two[5]), ("held", scene.held, on_two[6])):
+        wanted = learn(scene.run(f"{name}-alone", ranks=1, seeds=(0, 1), **settings))
+        for ours, theirs in zip(found["steps"], wanted["steps"], strict=True):
+            assert_alike(ours, theirs)
+    assert on_two[6]["steps"][1]["reward_kl"] != 0.0
 
 
 @pytest.mark.slow
@@ -221,8 +235,9 @@ def test_ranks_of_different_versions_are_refused_by_name() -> None:
     "settings",
     [
         {"critic": CriticSettings(kind="head")},
-        {"loss": "grpo"},
+        {"loss": "grpo", "reference": ReferenceSettings(source="engine", url="http://localhost:1")},
         {"loss": "dpo"},
+        {"loss": "distillation", "teacher": TeacherSettings(source="model", path=Path("elsewhere"))},
         {"loss": "opd", "teacher": TeacherSettings(source="self", ema_rate=0.1)},
     ],
 )

@@ -71,7 +71,7 @@ class Learner:
             assert resumed is not None
             checkpoint.restore_optimizer(self._optimizer, state, resumed, ranks=ranks)
             checkpoint.restore_random_state(state.random)
-        self._teachers = open_teachers(job, self._model, self._optimizer.masters, device)
+        self._teachers = open_teachers(job, self._model, self._optimizer.masters, device, ranks=ranks)
         if state is not None:
             self._teachers.restore(state.teacher)
         self._critic = open_critic(job, self._model, device)

@@ -9,16 +9,28 @@ from collections.abc import Mapping
 
 import torch
 
+from asyncrl.dealing import deal
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.packing import Batch, split, to_device
 
 
 class Replica:
     """A model that reads a batch's rows, never with a gradient. The policy itself can be one."""
 
-    def __init__(self, model: PolicyModel, device: torch.device, *, max_tokens: int, share_prefixes: bool) -> None:
+    def __init__(
+        self,
+        model: PolicyModel,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        share_prefixes: bool,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`ranks` hold the model between them and share the rows; all of them ask for the same."""
         self.model = model
+        self._ranks = ranks
         self._device = device
         self._max_tokens = max_tokens
         self._share_prefixes = share_prefixes
@@ -26,16 +38,23 @@ class Replica:
     def logprobs(self, rows: Batch) -> torch.Tensor:
         """Return [W] nats of the tokens that `rows.loss_mask` marks, 0.0 for all others; on the CPU."""
         found = torch.zeros(rows.num_tokens, dtype=_wide(self.model.head.dtype))
+        size, share = self._max_tokens, self._share_prefixes
+        members = deal(rows, self._ranks.count, max_tokens=size, share_prefixes=share)[self._ranks.place.rank]
         with torch.no_grad():
-            for microbatch in split(rows, max_tokens=self._max_tokens, share_prefixes=self._share_prefixes):
+            for microbatch in self._ranks.in_step(split(rows, max_tokens=size, share_prefixes=share, members=members)):
+                if microbatch is None:
+                    self.model.keep_pace(self._device, backward=False)
+                    continue
                 logprobs, _ = self.model.logprobs(to_device(microbatch, self._device))
                 found[microbatch.token_index] = logprobs.cpu()
+        self.model.release()
+        self._ranks.add_up(found)
         return found
 
     def states(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states [N, C] on the device, and [W] int64 which of them predicts each marked token.
 
-        -1 for tokens that `rows.loss_mask` does not mark.
+        -1 for tokens that `rows.loss_mask` does not mark. The model is whole in this process.
         """
         states: list[torch.Tensor] = []
         row = torch.full((rows.num_tokens,), -1, dtype=torch.int64)

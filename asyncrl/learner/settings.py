@@ -93,8 +93,9 @@ class LearnerSettings:
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
     ranks: int = 1
-    """Processes that hold the model between them (FSDP2): each keeps its part of weights and optimizer, and reads its
-    share of every batch. On GPUs each takes one. With more than one there is no critic, teacher, reference or pair."""
+    """Processes that hold the model between them (FSDP2), and any reference or teacher too: each keeps its part of
+    weights and optimizer, and reads its share of every batch. On GPUs each takes one. More than one have no critic, no
+    pairs, no distillation, no averaged teacher and no server to ask."""
     threads: int = 0
     """CPU threads of each rank; 0 takes one a core, shared among ranks."""
     device: str = "auto"
@@ -173,8 +174,10 @@ class LearnerSettings:
     def _check_several_ranks(self, loss: LossSettings) -> None:
         unshared = {
             f'kind = "{self.critic.kind}" ([learner.critic])': self.critic.on,
-            f'source = "{self.teacher.source}" ([learner.teacher])': self.teacher.source != "none",
-            f"a reference, which loss {self.loss!r} or reward_kl_coef reads": self.needs_reference,
+            f"ema_rate = {self.teacher.ema_rate} ([learner.teacher])": self.teacher.ema_rate > 0,
+            'source = "engine" ([learner.teacher])': self.teacher.source == "engine",
+            'source = "engine" ([learner.reference])': self.needs_reference and self.reference.source == "engine",
+            f"distillation_coef = {loss.distillation_coef} of loss {self.loss!r}": loss.distillation_coef > 0,
             f"loss {self.loss!r}, which compares pairs": loss.objective == "pairs",
         }
         for what, found in unshared.items():

@@ -55,10 +55,12 @@ def load_sharded(
     head_dtype: torch.dtype | None,
     gradient_checkpointing: bool,
     attention: str,
+    frozen: bool = False,
 ) -> ShardedModel:
     """Return this rank's part of the model in `directory`, which the first rank alone reads. All ranks call it at once.
 
-    Its parameters are float32 (float64 for float64); `dtype` is what they are gathered in. Raises: ConfigError as
+    Its parameters are float32 (float64 for float64); `dtype` is what they are gathered in. One that is `frozen` has no
+    masters: its parameters are of `dtype`, and need no gradient. Raises: ConfigError as
     `load_model`, and for an architecture that does not say what a layer is.
     """
     chosen = choose(attention, device, dtype)
@@ -66,7 +68,8 @@ def load_sharded(
     told = b"" if whole is None else whole.config.to_json_string().encode()
     model = _without_weights(json.loads(ranks.pass_on(told)), dtype, chosen)
     prepare(model, gradient_checkpointing=gradient_checkpointing)
-    model.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    model.to(dtype if frozen else torch.promote_types(dtype, torch.float32))
+    model.requires_grad_(not frozen)
     _shard(model, ranks, dtype, device)
     model.to_empty(device=device)
     model.tie_weights()

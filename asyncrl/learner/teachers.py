@@ -10,15 +10,18 @@ each microbatch, over every different pair of a policy's and a teacher's state o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.model import PolicyModel, load_model
+from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.learner.replicas import MovingAverage, Replica
 from asyncrl.learner.served import ServedModel
 from asyncrl.learner.settings import LearnerJob
+from asyncrl.learner.sharded import load_sharded
 from asyncrl.learner.teacher_head import divergence_from_states, divergence_from_top_k
 from asyncrl.learner.teacher_rows import take, teacher_rows
 from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings
@@ -185,9 +188,16 @@ class Readings:
 
 
 def open_teachers(
-    job: LearnerJob, policy: PolicyModel, masters: Mapping[str, torch.Tensor], device: torch.device
+    job: LearnerJob,
+    policy: PolicyModel,
+    masters: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    ranks: Ranks = ALONE,
 ) -> Teachers:
     """Return the teacher and the reference that `job` names, loaded or connected to; `masters` are the policy's.
+
+    A model is sharded over `ranks` as the policy is.
 
     Raises: ConfigError for a model or server that speaks of other tokens than the policy; LearnerError for a server
     that does not answer.
@@ -197,23 +207,23 @@ def open_teachers(
     if settings.source == "none":
         teacher: Asked | None = None
     elif settings.source == "self" and not settings.ema_rate:
-        teacher = _replica(job, policy, device)
+        teacher = _replica(job, policy, device, ranks)
     elif settings.source == "self":
-        model = _frozen(job, job.model, policy, device)
-        teacher, average = _replica(job, model, device), MovingAverage(model, masters, settings.ema_rate)
+        model = _frozen(job, job.model, device, ranks)
+        teacher, average = _replica(job, model, device, ranks), MovingAverage(model, masters, settings.ema_rate)
     else:
-        teacher = _asked(job, settings, policy, device, "[learner.teacher]", top_k=settings.top_k)
+        teacher = _asked(job, settings, device, ranks, "[learner.teacher]", top_k=settings.top_k)
     reference: Asked | None = None
     if job.learner.needs_reference:
-        reference = _asked(job, job.learner.reference, policy, device, "[learner.reference]")
+        reference = _asked(job, job.learner.reference, device, ranks, "[learner.reference]")
     return Teachers(loss, policy, device, settings=settings, teacher=teacher, reference=reference, average=average)
 
 
 def _asked(
     job: LearnerJob,
     settings: TeacherSettings | ReferenceSettings,
-    policy: PolicyModel,
     device: torch.device,
+    ranks: Ranks,
     section: str,
     *,
     top_k: int = 0,
@@ -222,25 +232,27 @@ def _asked(
         served = ServedModel(settings.url, timeout_s=settings.timeout_s, section=section)
         served.check(job.model, top_k=top_k)
         return served
-    if settings.source == "model":
+    if settings.source == "model" and ranks.is_first:
         check_same_vocabulary(job.model, settings.path, section)
     path = settings.path if settings.source == "model" else job.model
-    return _replica(job, _frozen(job, path, policy, device), device)
+    return _replica(job, _frozen(job, path, device, ranks), device, ranks)
 
 
-def _frozen(job: LearnerJob, path: Path, policy: PolicyModel, device: torch.device) -> PolicyModel:
-    model = load_model(
+def _frozen(job: LearnerJob, path: Path, device: torch.device, ranks: Ranks) -> PolicyModel:
+    load = load_model if ranks.count == 1 else partial(load_sharded, ranks=ranks, frozen=True)
+    model = load(
         path,
-        dtype=policy.head.dtype,
+        dtype=getattr(torch, job.learner.dtype),
         device=device,
         temperature=job.temperature,
         head_dtype=torch.float32 if job.learner.head_dtype == "float32" else None,
+        gradient_checkpointing=False,
         attention=job.learner.attention,
     )
     model.model.requires_grad_(False)
     return model
 
 
-def _replica(job: LearnerJob, model: PolicyModel, device: torch.device) -> Replica:
-    settings = job.learner
-    return Replica(model, device, max_tokens=settings.microbatch_tokens, share_prefixes=settings.share_prefixes)
+def _replica(job: LearnerJob, model: PolicyModel, device: torch.device, ranks: Ranks) -> Replica:
+    size, share = job.learner.microbatch_tokens, job.learner.share_prefixes
+    return Replica(model, device, max_tokens=size, share_prefixes=share, ranks=ranks)
