@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.learner.process import Learner
 from asyncrl.learner.ranks import ALONE, Place, Ranks
 from asyncrl.learner.settings import parse_job
+from asyncrl.types import Group
 
 
 def learn(run: Mapping[str, Any], ranks: Ranks = ALONE) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def learn(run: Mapping[str, Any], ranks: Ranks = ALONE) -> dict[str, Any]:
         return {"refused": str(error)}
     steps = []
     for version, seed in enumerate(run["seeds"], start=run["first"]):
-        reply = learner.answer(wire.StepRequest(groups=random_groups(seed, num_groups=4, versions=(version,))))
+        reply = learner.answer(wire.StepRequest(groups=some_groups(seed, version)))
         assert isinstance(reply, wire.StepReply)
         steps.append({**reply.result.metrics, "top": reply.result.top_ratios, "spikes": reply.result.spikes})
     demonstrations = [t.segments[0] for group in random_groups(99) for t in group.trajectories]
@@ -46,6 +48,13 @@ def learn(run: Mapping[str, Any], ranks: Ranks = ALONE) -> dict[str, Any]:
         learner.answer(wire.SaveRequest(directory=run["save"]))
     learner.close()
     return {"steps": steps, "supervised": measured.loss, "canary": canary}
+
+
+def some_groups(seed: int, version: int) -> list[Group]:
+    """Return four groups; the rewards of one do not differ, so it is forwarded without a gradient, after the others."""
+    groups = random_groups(seed, num_groups=4, versions=(version,))
+    same = tuple(replace(trajectory, reward=1.0) for trajectory in groups[1].trajectories)
+    return [groups[0], replace(groups[1], trajectories=same), *groups[2:]]
 
 
 def main(rank: int, world_size: int, directory: Path) -> None:

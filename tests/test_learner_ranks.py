@@ -128,6 +128,7 @@ def test_two_ranks_take_the_steps_of_one_process(alone: list[Any], on_two: list[
     for found, wanted in zip(on_two[0]["steps"], alone[0]["steps"], strict=True):
         assert_alike(found, wanted)
         assert found["rank_imbalance"] < 0.25
+        assert found["num_segments_idle"] > 0
     assert on_two[0]["supervised"] == pytest.approx(alone[0]["supervised"], abs=1e-6)
     assert on_two[0]["canary"] == pytest.approx(alone[0]["canary"], abs=1e-5)
 
