@@ -185,6 +185,23 @@ async def collect_episodes(
     return tuple(trajectories[index] for index in range(group_size))
 
 
+async def play_again(attempt: Callable[[], Awaitable[Trajectory]], *, max_retries: int) -> Trajectory:
+    """Return the first trajectory of `attempt` that is worth something, or the last of `max_retries` further ones.
+
+    What the failed ones sampled is in its extras (`discarded_tokens`), beside how many there were (`retries`).
+    """
+    discarded, retries = 0, 0
+    while True:
+        trajectory = await attempt()
+        discarded += trajectory.extras.get("discarded_tokens", 0)
+        if trajectory.reward is not None or retries == max_retries:
+            break
+        retries += 1
+    if not retries:
+        return trajectory
+    return replace(trajectory, extras={**trajectory.extras, "retries": retries, "discarded_tokens": discarded})
+
+
 def refuse_bad_numbers(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory, or one that failed in its environment where a reward is not a number."""
     if trajectory.bad_number is None:

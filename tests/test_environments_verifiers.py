@@ -97,11 +97,15 @@ def test_a_single_turn_is_played_paid_and_cut_where_it_is(tmp_path: Path) -> Non
         endless = await group(environment, sampler, ["endless"])
         assert (endless.reward, endless.status) == (None, TrajectoryStatus.FAILED_ENVIRONMENT)
         assert "right is nan" in endless.detail
+        slow = await group(environment, sampler, ["slow"])
+        assert (slow.reward, slow.status) == (None, TrajectoryStatus.FAILED_ENVIRONMENT)
+        assert "graded without right, short (scoring_timeout)" in slow.detail
 
         lost = await group(environment, sampler, [EngineError("all engines are gone")] * 20)
         assert (lost.reward, lost.status) == (None, TrajectoryStatus.FAILED_ENGINE)
 
-    play(tmp_path, settings("vf_sums", max_tokens=16, config={"taskset": {"last": 3}}), body)
+    config = {"taskset": {"last": 3}, "agent": {"timeout": {"scoring": 5}}}
+    play(tmp_path, settings("vf_sums", max_tokens=16, config=config), body)
 
 
 @pytest.mark.slow

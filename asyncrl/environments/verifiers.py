@@ -14,7 +14,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from asyncrl.environments.verifiers_link import Episode, Listed, VerifiersProces
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.gateway import Gateway, Session
 from asyncrl.protocols import Sampler, SandboxBackend
-from asyncrl.rollout import EpisodeEnvironment, TaskSource, boundary
+from asyncrl.rollout import EpisodeEnvironment, TaskSource, boundary, play_again
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory, TrajectoryStatus
 
@@ -171,18 +171,12 @@ class VerifiersEnvironment(EpisodeEnvironment):
 
     async def run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         """See `EpisodeEnvironment.run_episode`. What infrastructure ended is started again, `max_retries` times."""
-        discarded, retries = 0, 0
-        while True:
+
+        async def attempt() -> Trajectory:
             async with self._running:
-                trajectory = await self._try(task, sampler, trajectory_id)
-            discarded += trajectory.extras.get("discarded_tokens", 0)
-            if trajectory.reward is not None or retries == self.settings.max_retries:
-                break
-            retries += 1
-        if not retries:
-            return trajectory
-        extras = {**trajectory.extras, "retries": retries, "discarded_tokens": discarded}
-        return replace(trajectory, extras=extras)
+                return await self._try(task, sampler, trajectory_id)
+
+        return await play_again(attempt, max_retries=self.settings.max_retries)
 
     async def _try(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         if self._gateway is None:

@@ -35,7 +35,6 @@ class Trace(msgspec.Struct):
     metrics: dict[str, float]
     errors: list[Failure]
     stop: str
-    turns: int
     truncated: bool
     timed_out: bool
 

@@ -133,6 +133,11 @@ class Player:
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         errors = [_error(error) for error in trace.errors]
+        missing = [name for name in trace.rewards if name not in rewards]
+        if ok and (missing or not rewards):  # out of time, or by nobody: verifiers counts either as 0
+            ok = False
+            graded = f"without {', '.join(missing)}" if missing else "by nothing"
+            errors.append({"type": "TaskError", "message": f"it was graded {graded} ({trace.stop_condition})"})
         for name, value in (*rewards.items(), *metrics.items()):
             if not math.isfinite(value):  # which JSON cannot say
                 ok = False
@@ -145,7 +150,6 @@ class Player:
             "metrics": metrics if ok else {},
             "errors": errors,
             "stop": trace.stop_condition or "",
-            "turns": trace.num_turns,
             "truncated": trace.is_truncated or overflowed,
             "timed_out": trace.is_timeout,
         }

@@ -1,5 +1,7 @@
 """A single-turn environment as people write them for verifiers 0.4: it knows nothing of asyncrl."""
 
+import asyncio
+
 import verifiers.v1 as vf
 
 
@@ -12,6 +14,8 @@ class SumTask(vf.Task[SumData]):
     async def right(self, trace: vf.Trace) -> float:
         if "broken" in trace.last_reply:
             raise LookupError("the judge is asleep")
+        if "slow" in trace.last_reply:
+            await asyncio.sleep(60)
         if "endless" in trace.last_reply:
             return float("nan")
         return float(trace.last_reply == str(self.data.answer))
