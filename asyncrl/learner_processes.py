@@ -1,17 +1,22 @@
 """The learner's processes, started and watched by the orchestrator: one, or one for each rank of its model.
 
 They are children of the orchestrator by themselves, and not of a launcher like torchrun, so that the one that dies is
-named and its last lines are shown.
+named and its last lines are shown. Ranks on several hosts are started by hand, by torchrun, as the orchestrator says;
+the first rank is on its host and connects to a socket that only its user can open.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import MappingProxyType
+
+import trio
 
 from asyncrl.children import Child, start_child
 
@@ -51,3 +56,26 @@ async def start_learner_processes(
             )
             children.append(await stack.enter_async_context(child))
     return children, ours
+
+
+async def accept_learner(settings_path: Path, *, ranks: int, say: Callable[[str], None]) -> socket.socket:
+    """Say what starts the ranks by hand, and return the connection of the first once it is there."""
+    path = settings_path.with_suffix(".socket").absolute()
+    command = [
+        *("torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "asyncrl.learner"),
+        *("--connect", str(path), "--settings", str(settings_path.absolute())),
+    ]
+    path.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        with trio.socket.socket(socket.AF_UNIX) as listener:
+            await listener.bind(f"/proc/self/fd/{folder}/{path.name}")  # a socket's own path holds 107 characters
+            path.chmod(0o600)
+            listener.listen(1)
+            say(f'waiting for the learner (start = "by_hand", [learner]); on this host: {shlex.join(command)}')
+            connection, _ = await listener.accept()
+    finally:
+        os.close(folder)
+        path.unlink(missing_ok=True)
+    descriptor = connection.detach()
+    return socket.socket(fileno=descriptor)

@@ -29,7 +29,7 @@ from asyncrl.engines import Canary, EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
-from asyncrl.learner_processes import SHUTDOWN_S, start_learner_processes
+from asyncrl.learner_processes import SHUTDOWN_S, accept_learner, start_learner_processes
 from asyncrl.metering import MeteredBackend
 from asyncrl.protocols import PLAIN_STEP, Environment, RunsAlongside, Sampler, SandboxBackend, StepOptions, StepResult
 from asyncrl.run import Parts
@@ -47,7 +47,8 @@ _DEATH_SEEN_S = 3.0  # from a child's death to its keeper's end: the keeper ends
 class LearnerProcess:
     """The orchestrator's side of the learner's socket. A `Learner`; one request at a time."""
 
-    def __init__(self, stream: trio.SocketStream, child: Child, *, publish_timeout_s: float = math.inf) -> None:
+    def __init__(self, stream: trio.SocketStream, child: Child | None, *, publish_timeout_s: float = math.inf) -> None:
+        """`child` is the process at the other end; None where somebody else started it."""
         self._stream = stream
         self._child = child
         self._publish_timeout_s = publish_timeout_s
@@ -116,6 +117,8 @@ class LearnerProcess:
 
     async def _fail(self) -> NoReturn:
         """Say how the learner ended: its connection closes a moment before its keeper has seen the end."""
+        if self._child is None:
+            raise LearnerError("the learner, which was started by hand, closed its connection: see its own output")
         with trio.move_on_after(SHUTDOWN_S):
             raise LearnerError((await self._child.wait_exit()).describe())
         raise LearnerError(f"the learner closed its connection and did not end within {SHUTDOWN_S:.0f} s")
@@ -163,7 +166,7 @@ async def open_parts(
         canary = Canary.of(renderer) if config.samples and config.weight_sync.canary else None
         pool = make_pool(config, renderer, run_id, version, canary) if config.samples else NoEngines()
         stack.push_async_callback(pool.aclose)
-        learner = await _start_learner(config, directory, checkpoint, run_id, canary, stack, children)
+        learner = await _start_learner(config, directory, checkpoint, run_id, canary, stack, children, say)
         async with _watched(children), trio.open_nursery() as services:
             async with trio.open_nursery() as starting:
                 starts = engine_starts(config, directory, model, version)
@@ -285,8 +288,9 @@ async def _start_learner(
     canary: Canary | None,
     stack: AsyncExitStack,
     children: dict[Child, type[BoundaryError]],
+    say: Callable[[str], None],
 ) -> LearnerProcess:
-    """Start the learner's processes. They do not answer yet."""
+    """Start the learner's processes, or wait for them. They do not answer yet."""
     settings = {
         "model": str(config.model.path),
         "run_id": run_id,
@@ -301,14 +305,19 @@ async def _start_learner(
     settings_path = directory.logs / "learner.json"
     settings_path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
     place = config.weight_sync.directory if config.weight_sync.transport == "filesystem" else SHARED_MEMORY_DIRECTORY
-    processes, ours = await start_learner_processes(
-        settings_path,
-        ranks=config.learner.ranks,
-        run_id=run_id,
-        published=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
-        stack=stack,
-    )
+    processes: list[Child] = []
+    if config.learner.start == "by_hand":
+        ours = await accept_learner(settings_path, ranks=config.learner.ranks, say=say)
+    else:
+        processes, ours = await start_learner_processes(
+            settings_path,
+            ranks=config.learner.ranks,
+            run_id=run_id,
+            published=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
+            stack=stack,
+        )
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
     stack.push_async_callback(stream.aclose)
     children |= dict.fromkeys(processes, LearnerError)
-    return LearnerProcess(stream, processes[0], publish_timeout_s=config.weight_sync.publish_timeout_s)
+    first = processes[0] if processes else None
+    return LearnerProcess(stream, first, publish_timeout_s=config.weight_sync.publish_timeout_s)

@@ -46,6 +46,7 @@ _MAY_DIFFER = (
     "run.keep_checkpoints",
     "run.checkpoint_every_steps",
     "learner.ranks",
+    "learner.start",
     "learner.attention",
     "engine.port",
     "engine.urls",

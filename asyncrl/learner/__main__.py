@@ -3,12 +3,15 @@
     python -m asyncrl.learner --fd N --settings FILE.json
     python -m asyncrl.learner [--fd N] --settings FILE.json --rank R --ranks N --rendezvous URL
 
-The first rank alone has the socket.
+    torchrun ... -m asyncrl.learner --connect PATH --settings FILE.json
+
+The first rank alone has the socket, inherited or by its path; by hand torchrun says who is which.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from pathlib import Path
@@ -24,12 +27,21 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rendezvous", default="", help="init_method of torch.distributed")
+    parser.add_argument("--connect", type=Path, help="socket of the orchestrator, where torchrun starts the ranks")
     arguments = parser.parse_args()
     set_environment()
 
     from asyncrl.learner.process import exit_on_terminate, serve
     from asyncrl.learner.ranks import Place
 
+    if arguments.connect is not None:
+        place = Place.of_environment()
+        if place.count == 1:
+            exit_on_terminate()
+        if place.rank:
+            return serve(None, arguments.settings, place)
+        with connect(arguments.connect) as stream:
+            return serve(stream, arguments.settings, place)
     rank, ranks = arguments.rank, arguments.ranks
     place = Place(rank, ranks, local_rank=rank, local_count=ranks, rendezvous=arguments.rendezvous)
     if ranks == 1:
@@ -38,6 +50,17 @@ def main() -> int:
         return serve(None, arguments.settings, place)
     with socket.socket(fileno=arguments.fd) as stream:
         return serve(stream, arguments.settings, place)
+
+
+def connect(path: Path) -> socket.socket:
+    """Return a connection to the orchestrator's socket at `path`, however long that is."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        stream = socket.socket(socket.AF_UNIX)
+        stream.connect(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+    return stream
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from asyncrl.weight_sync.settings import WeightSyncSettings
 
 DTYPES = ("bfloat16", "float32", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+STARTS = ("here", "by_hand")
 HEAD_DTYPES = ("float32", "model")
 ATTENTIONS = ("auto", "flash_attn", "varlen", "flex", "tiles", "sdpa")
 
@@ -96,6 +97,9 @@ class LearnerSettings:
     """Processes that hold the model between them (FSDP2), and any reference or teacher too: each keeps its part of
     weights and optimizer, and reads its share of every batch. On GPUs each takes one. More than one have no critic, no
     pairs, no distillation, no averaged teacher and no server to ask."""
+    start: str = "here"
+    """"here": its processes are started on this host with the run. "by_hand": the run says what starts them and waits;
+    with `torchrun` they may be on several hosts, which share the run directory, the first rank on this one."""
     threads: int = 0
     """CPU threads of each rank; 0 takes one a core, shared among ranks."""
     device: str = "auto"
@@ -132,6 +136,7 @@ class LearnerSettings:
             ("head_dtype", HEAD_DTYPES),
             ("attention", ATTENTIONS),
             ("device", DEVICES),
+            ("start", STARTS),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
