@@ -177,14 +177,14 @@ async def open_parts(
                 await pool.pull_all(await learner.publish())
             if canary is not None and isinstance(pool, EnginePool):
                 await pool.learn_canary(canary, learner.canary_logprobs)
-            if isinstance(pool, EnginePool) and wants_gateway(config, played):
-                make_engine = engine_clients(config, renderer, run_id, 0, canary)
-                await services.start(
-                    partial(serve_gateway, config, directory.path, renderer, played, pool, make_engine, say=say)
-                )
             queues: dict[str, Queue] = {"sandboxes": sandboxes}
             if isinstance(pool, EnginePool):
                 queues = {"engines": pool, **queues}
+            if isinstance(pool, EnginePool) and wants_gateway(config, played):
+                make_engine = engine_clients(config, renderer, run_id, 0, canary)
+                queues["gateway"] = await services.start(
+                    partial(serve_gateway, config, directory.path, renderer, played, pool, make_engine, say=say)
+                )
             yield Parts(
                 environment=environment,
                 sampler=pool,

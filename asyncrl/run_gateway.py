@@ -35,9 +35,9 @@ async def serve_gateway(
     make_engine: Callable[[str, str], Engine],
     *,
     say: Callable[[str], None],
-    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    task_status: trio.TaskStatus[Gateway] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve the run's gateway until cancelled, and hand it to the environment where it needs one.
+    """Serve the run's gateway, which is what it has started with, and hand it to the environment where it needs one.
 
     Raises: ConfigError where its port is taken.
     """
@@ -54,7 +54,7 @@ async def serve_gateway(
         try:
             write_access(access, gateway)
             say(f"gateway at {gateway.url}")
-            task_status.started()
+            task_status.started(gateway)
             await trio.sleep_forever()
         finally:
             access.unlink(missing_ok=True)

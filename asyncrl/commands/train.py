@@ -36,6 +36,7 @@ from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
 from asyncrl.engines import EnginePool
 from asyncrl.errors import ConfigError
+from asyncrl.gateway import Gateway
 from asyncrl.guards import Guards
 from asyncrl.live import LivePage
 from asyncrl.metering import MeteredBackend
@@ -236,13 +237,14 @@ def _say_how_it_ended(console: Console, *, stopped_by: str, stopped: bool) -> in
 def _metrics_app(run: Run, parts: Parts, directory: RunDirectory, beside: trio.Nursery) -> Any:
     """Return the ASGI app that Prometheus asks; what must be looked at between scrapes is, in `beside`."""
     pool = parts.engines if isinstance(parts.engines, EnginePool) else None
-    sandboxes = parts.queues.get("sandboxes")
+    sandboxes, gateway = parts.queues.get("sandboxes"), parts.queues.get("gateway")
     sampled = Sampled(directory.path)
     beside.start_soon(sampled.watch, pool.read_metrics if pool else None)
     source = Source(
         run=run,
         engines=pool.statistics if pool else None,
         sandboxes=sandboxes if isinstance(sandboxes, MeteredBackend) else None,
+        gateway=gateway if isinstance(gateway, Gateway) else None,
         sampled=sampled,
     )
     registry = CollectorRegistry()

@@ -370,6 +370,25 @@ ENGINES = Board(
             ),
         ),
         (
+            "Gateway",  # a run without one has no series of it
+            (
+                lines("sessions and requests", "short",
+                      ("asyncrl_gateway_sessions_open or vector(0)", "sessions open"),
+                      ("asyncrl_gateway_sessions_waiting or vector(0)", "sessions turned away"),
+                      ("asyncrl_gateway_requests_running or vector(0)", "requests running")),
+                lines("requests a second", "short",
+                      (f"rate(asyncrl_gateway_requests_total{WINDOW}) or vector(0)", "{{face}}, {{status}}")),
+                lines("seconds of a request, 0.95", "s",
+                      ("histogram_quantile(0.95, sum by (le, face)"
+                       f" (rate(asyncrl_gateway_request_seconds_bucket{STEPS}))) or vector(0)", "{{face}}"),
+                      ("histogram_quantile(0.95, sum by (le)"
+                       f" (rate(asyncrl_gateway_admission_wait_seconds_bucket{STEPS}))) or vector(0)",
+                       "waiting for room")),
+                stacked("sessions that ended, an hour", "short",
+                        (f"3600 * rate(asyncrl_gateway_sessions_ended_total{STEPS}) or vector(0)", "{{outcome}}")),
+            ),
+        ),
+        (
             "Cost",
             (
                 lines("engine time", "s", ("asyncrl_cost_engine_seconds", "{{environment}}")),

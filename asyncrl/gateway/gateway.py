@@ -27,6 +27,7 @@ from asyncrl.errors import EnvironmentFault
 from asyncrl.gateway import anthropic, openai, vllm
 from asyncrl.gateway.admission import CacheUse
 from asyncrl.gateway.fields import Fields
+from asyncrl.gateway.figures import GatewayFigures
 from asyncrl.gateway.http import (
     Answer,
     ErrorBody,
@@ -61,6 +62,8 @@ class GatewayStatistics:
     sessions: int
     running: int
     """Requests that are being answered."""
+    waiting: int
+    """Open sessions that were turned away, as every engine's cache was full, and have not begun."""
     answered: int
     refused: dict[int, int]
     """By HTTP status."""
@@ -103,6 +106,7 @@ class Gateway:
         self._cache_use = cache_use
         self._by_id: dict[str, Session] = {}
         self._by_token: dict[str, Session] = {}
+        self.figures = GatewayFigures()
         self._running = self._answered = 0
         self._refused: Counter[int] = Counter()
         self._ended: Counter[str] = Counter()
@@ -129,6 +133,7 @@ class Gateway:
         return GatewayStatistics(
             sessions=len(self._by_id),
             running=self._running,
+            waiting=sum(s.turned_away_at is not None and not s.has_begun for s in self._by_id.values()),
             answered=self._answered,
             refused=dict(self._refused),
             sessions_ended=dict(self._ended),
@@ -243,11 +248,11 @@ class Gateway:
     def routes(self) -> list[Route]:
         """Return the faces' routes, each by key and by path."""
         faces: list[tuple[str, str, _Face, ErrorBody]] = [
-            ("POST", "/v1/chat/completions", openai.chat, _openai_error),
-            ("POST", "/v1/completions", openai.completions, _openai_error),
-            ("POST", "/v1/messages", anthropic.messages, anthropic.anthropic_error),
-            ("POST", "/generate", vllm.generate, _openai_error),
-            ("POST", "/inference/v1/generate", vllm.inference_generate, _openai_error),
+            ("chat", "/v1/chat/completions", openai.chat, _openai_error),
+            ("completions", "/v1/completions", openai.completions, _openai_error),
+            ("messages", "/v1/messages", anthropic.messages, anthropic.anthropic_error),
+            ("generate", "/generate", vllm.generate, _openai_error),
+            ("inference", "/inference/v1/generate", vllm.inference_generate, _openai_error),
         ]
         others: list[tuple[str, str, Handler]] = [
             ("GET", "/v1/models", self._models),
@@ -256,8 +261,8 @@ class Gateway:
             ("GET", "/health", self._health),
         ]
         found = [
-            Route(method=method, path=path, handler=self._answering(face, counted), error_body=counted)
-            for method, path, face, error_body in faces
+            Route(method="POST", path=path, handler=self._answering(name, face, counted), error_body=counted)
+            for name, path, face, error_body in faces
             for counted in [self._counted(error_body)]
         ]
         found += [
@@ -277,40 +282,53 @@ class Gateway:
 
         return body
 
-    def _answering(self, face: _Face, error_body: ErrorBody) -> Handler:
+    def _answering(self, name: str, face: _Face, error_body: ErrorBody) -> Handler:
         async def answer(request: Request) -> Answer:
-            session = self.session_of(request)
-            self._admit(session)
-            fields = await self.fields(request)
-            if not fields.flag("stream"):
-                with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
-                    found = await face(session.model or self.model, session, fields, None)
-                assert found is not None
-                self._answered += 1
-                return found
+            with self.figures.answering(name) as note:
+                session = self.session_of(request)
+                self._admit(session)
+                fields = await self.fields(request)
+                note.is_handed_on = fields.flag("stream")
+                if not note.is_handed_on:
+                    with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
+                        found = await face(session.model or self.model, session, fields, None)
+                    assert found is not None
+                    self._answered += 1
+                    return found
             live = Live(lambda refused: event(error_body(refused), name=event_name))
             assert request.nursery is not None, "only a server streams"
-            request.nursery.start_soon(self._say, face, session, fields, live)
+            request.nursery.start_soon(self._say, name, face, session, fields, live)
             await live.wait_begun()
             return event_stream(live.parts(), headers=live.headers)
 
         event_name = "error" if face is anthropic.messages else ""
         return answer
 
-    async def _say(self, face: _Face, session: Session, fields: Fields, live: Live) -> None:
+    async def _say(self, name: str, face: _Face, session: Session, fields: Fields, live: Live) -> None:
         """Have a face say its answer, to its end."""
         try:
-            with self._holding(), session.request(timeout_s=self._settings.request_timeout_s):
+            with (
+                self.figures.answering(name),
+                self._holding(),
+                session.request(timeout_s=self._settings.request_timeout_s),
+            ):
                 await face(session.model or self.model, session, fields, live)
         except Refused as refused:
             live.end(refused)
         else:
             self._answered += 1
+            self.figures.streams_left += live.left
             live.end()
 
     def _admit(self, session: Session) -> None:
         if session.has_begun or self._cache_use is None or self._cache_use.has_room:
+            if session.turned_away_at is not None:
+                self.figures.admission_seconds.add(trio.current_time() - session.turned_away_at)
+                session.turned_away_at = None
             return
+        self.figures.turned_away += 1
+        if session.turned_away_at is None:
+            session.turned_away_at = trio.current_time()
         raise Refused(
             429,
             f"the engines' caches are {self._cache_use.least:.0%} full (max_cache_use of [gateway]): sessions that "

@@ -68,6 +68,8 @@ class Session:
         self.deadline = trio.current_time() + deadline_s
         self.ignored: Counter[str] = Counter()
         """Foreign parameters of its requests, and how often each was ignored."""
+        self.turned_away_at: float | None = None
+        """Since when it waits for room in an engine's cache, on trio's clock."""
         self.streams_left = 0
         """Streams that their client left before the end; what was sampled by then is recorded."""
         self.failure: Failure | None = None

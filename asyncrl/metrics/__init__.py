@@ -15,6 +15,7 @@ from asyncrl.metrics.family import Family as Family
 from asyncrl.metrics.family import Kind as Kind
 from asyncrl.metrics.family import Source as Source
 from asyncrl.metrics.family import TableCollector
+from asyncrl.metrics.gateway import GATEWAY
 from asyncrl.metrics.learning import LEARNER, OFF_POLICY
 from asyncrl.metrics.loop import PHASES as PHASES
 from asyncrl.metrics.loop import PIPELINE, PROGRESS, SYNC
@@ -29,6 +30,7 @@ TABLES: Mapping[str, tuple[Family, ...]] = {
     "Pipeline and waits": PIPELINE,
     "Weight sync": SYNC,
     "Engines": ENGINES,
+    "Gateway": GATEWAY,
     "Sandboxes": SANDBOXES,
     "Machine": MACHINE,
     "Cost": COST,

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from asyncrl.engines import PoolStatistics
+from asyncrl.gateway import Gateway
 from asyncrl.metering import MeteredBackend
 from asyncrl.metrics.sampling import Sampled
 from asyncrl.run import Run
@@ -36,6 +37,7 @@ class Source:
     run: Run
     engines: Callable[[], PoolStatistics] | None = None
     sandboxes: MeteredBackend | None = None
+    gateway: Gateway | None = None
     sampled: Sampled | None = None
 
 
