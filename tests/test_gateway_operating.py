@@ -136,6 +136,23 @@ def test_an_abandoned_session_ends_at_its_deadline_with_its_reason(tmp_path: Pat
     run(tmp_path, body)
 
 
+def test_who_answers_after_the_deadline_is_told_so_and_counts_for_nothing(tmp_path: Path) -> None:
+    """Kills: a reward that comes late and makes a second trajectory of the session."""
+
+    async def body(scene: Scene) -> None:
+        session = await scene.open(trajectory_id="7-3", deadline_s=0.2)
+        assert (await scene.complete(session)).status_code == 200
+        while not scene.ended:  # noqa: ASYNC110 - its deadline is real
+            await trio.sleep(0.02)
+        late = await scene.client.post(f"/sessions/{session['session_id']}/close", json={"reward": 1.0})
+        assert (late.status_code, late.json()["error"]["code"]) == (404, "no_session")
+        assert (await scene.complete(session)).status_code == 404
+        assert [trajectory.reward for trajectory in scene.ended] == [None]
+        assert scene.gateway.statistics().sessions_ended == {"failed_deadline": 1}
+
+    run(tmp_path, body)
+
+
 def test_a_session_that_failed_has_no_reward(tmp_path: Path) -> None:
     async def body(scene: Scene) -> None:
         session = await scene.open()
