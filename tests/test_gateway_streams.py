@@ -160,6 +160,25 @@ def test_a_stop_string_ends_the_sampling_and_none_of_it_is_shown(tmp_path: Path)
     gateway_rig.run(tmp_path, body, replies=["so </e </en</end> and very much more"])
 
 
+def test_a_stop_string_ends_the_sampling_of_what_is_not_streamed_too(tmp_path: Path) -> None:
+    """Kills: an engine that samples on to the limit for text that is cut off."""
+    counts: list[int] = []
+
+    async def body(rig: Rig) -> None:
+        async def go_on(count: int) -> None:
+            counts.append(count)
+
+        rig.sampler.step, rig.sampler.go_on = 4, go_on
+        reply = await rig.chat(user("one"), stop=["END"], n=2)
+        assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["abcdef", "abcdef"]
+        assert [rig.renderer.decode(turn.completion.token_ids) for turn in rig.session.record.turns] == [
+            "abcdefEND"
+        ] * 2
+
+    gateway_rig.run(tmp_path, body, replies=["abcdefEND" + "x" * 100] * 2)
+    assert max(counts) == 8
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_text_before_a_tool_call_is_shown_and_the_call_when_it_is_whole(tmp_path: Path, path: str) -> None:
     async def body(rig: Rig) -> None:

@@ -11,12 +11,13 @@ import trio
 
 from asyncrl.errors import ConfigError
 from asyncrl.gateway.http import Refused
+from asyncrl.gateway.live import GrowingText
 from asyncrl.gateway.record import Known, fingerprints, followed_by
 from asyncrl.gateway.sampling import Choice, Wanted, choice_of
 from asyncrl.gateway.session import Session
 from asyncrl.gateway.settings import GatewaySettings, ToolFormat
 from asyncrl.gateway.tool_calls import format_of
-from asyncrl.protocols import Watch
+from asyncrl.protocols import Progress, Watch
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Completion, TokenIds
 
@@ -111,6 +112,8 @@ class ServedModel:
         if not prompt:
             raise Refused(400, "the prompt is empty")
         stops = (*self.renderer.stop_token_ids, *wanted.stop_token_ids)
+        if wanted.stop and not watches:
+            watches = [self._until_stopped(wanted.stop) for _ in range(wanted.n)]
         if wanted.n == 1:  # as nearly all are
             watch = watches[0] if watches else None
             only = await session.sample(prompt, max_tokens=limit, stop_token_ids=stops, watch=watch)
@@ -136,6 +139,16 @@ class ServedModel:
         if refused:
             raise refused[0]
         return [choice_of(found[index], wanted, self.renderer) for index in range(wanted.n)]
+
+    def _until_stopped(self, stops: Sequence[str]) -> Watch:
+        """Return who ends a completion once a stop string has come: whatever follows would be cut off."""
+        text = GrowingText(self.renderer, stops=stops)
+
+        def hear(progress: Progress) -> bool:
+            text.take(progress.token_ids)
+            return text.is_stopped
+
+        return hear
 
     async def complete(
         self, session: Session, prompt: TokenIds, wanted: Wanted, watches: Sequence[Watch] = ()

@@ -10,7 +10,8 @@ four kinds:
 - all others, unknown names included: foreign. `[gateway] foreign_sampling` says whether they are refused or ignored.
 
 A `stop` string ends a completion behind the token that completes it, which is a function of what was sampled before and
-so keeps the distribution. The engine does not know it: it samples on, and what comes after is not recorded.
+so keeps the distribution. The engine does not know it: its request is ended when the string is seen to have come, and
+what it has sampled behind it is not recorded.
 """
 
 from __future__ import annotations
