@@ -37,6 +37,7 @@ class Scene:
         self.model = build_tiny_model(directory / "model", tied=True)
         teacher = build_tiny_model(directory / "teacher", seed=1, tied=True)
         self.taught: dict[str, Any] = {"loss": "opd", "teacher": {"source": "model", "path": str(teacher)}}
+        self.compared: dict[str, Any] = {"loss": "dpo", "pairs": {"per_group": 2}}
         self.held: dict[str, Any] = {"loss": "grpo", "credit": {"reward_kl_coef": 0.1}}
 
     def run(self, name: str, *, ranks: int, seeds: tuple[int, ...], after: str = "", **settings: Any) -> dict[str, Any]:
@@ -115,6 +116,7 @@ def on_two(scene: Scene, alone: list[Any]) -> list[Any]:
         scene.run("bfloat16", ranks=2, seeds=(0, 1), dtype="bfloat16"),
         scene.run("taught", ranks=2, seeds=(0, 1), **scene.taught),
         scene.run("held", ranks=2, seeds=(0, 1), **scene.held),
+        scene.run("compared", ranks=2, seeds=(0, 1), **scene.compared),
     )
 
 
@@ -163,6 +165,16 @@ def test_reference_and_teacher_are_shared_too(scene: Scene, on_two: list[Any]) -
         for ours, theirs in zip(found["steps"], wanted["steps"], strict=True):
             assert_alike(ours, theirs)
     assert on_two[6]["steps"][1]["reward_kl"] != 0.0
+
+
+@pytest.mark.slow
+def test_pairs_are_dealt_out_whole(scene: Scene, on_two: list[Any]) -> None:
+    wanted = learn(scene.run("compared-alone", ranks=1, seeds=(0, 1), **scene.compared))
+    for number, (ours, theirs) in enumerate(zip(on_two[7]["steps"], wanted["steps"], strict=True)):
+        assert ours["num_pairs"] >= 2
+        if not number:  # policy and reference are the same: which side is preferred, and which token pulls most, is
+            ours, theirs = ({**step, "pair_accuracy": 0.0, "spikes": []} for step in (ours, theirs))  # rounding
+        assert_alike(ours, theirs)
 
 
 @pytest.mark.slow
@@ -237,7 +249,6 @@ def test_ranks_of_different_versions_are_refused_by_name() -> None:
     [
         {"critic": CriticSettings(kind="head")},
         {"loss": "grpo", "reference": ReferenceSettings(source="engine", url="http://localhost:1")},
-        {"loss": "dpo"},
         {"loss": "distillation", "teacher": TeacherSettings(source="model", path=Path("elsewhere"))},
         {"loss": "opd", "teacher": TeacherSettings(source="self", ema_rate=0.1)},
     ],

@@ -58,15 +58,30 @@ def choose_pairs(groups: Sequence[Group], settings: PairSettings) -> Selection:
     )
 
 
-def split_pairs(batch: Batch, *, max_tokens: int, share_prefixes: bool) -> list[Microbatch]:
+def deal_pairs(batch: Batch, num_ranks: int) -> list[list[int]]:
+    """Return the pairs of each rank, ascending: the longest first, each to the rank that has the fewest tokens."""
+    lengths = torch.zeros(_num_pairs(batch), dtype=torch.int64)
+    lengths = lengths.index_add(0, batch.group_index, batch.cu_seqlens.diff())
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    costs = [0] * num_ranks
+    for pair in lengths.argsort(descending=True, stable=True).tolist():
+        least = costs.index(min(costs))
+        shares[least].append(pair)
+        costs[least] += int(lengths[pair])
+    return [sorted(share) for share in shares]
+
+
+def split_pairs(
+    batch: Batch, *, max_tokens: int, share_prefixes: bool, pairs: Sequence[int] | None = None
+) -> list[Microbatch]:
     """Return microbatches that hold whole pairs, as many as fit into `max_tokens` tokens without sharing.
 
-    A pair that is longer gets a microbatch of its own.
+    A pair that is longer gets a microbatch of its own. `pairs` are those to cover; None is all of them.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     bins: list[list[int]] = []
     used = 0
-    for pair in range(len(batch.group_index.unique())):
+    for pair in range(_num_pairs(batch)) if pairs is None else pairs:
         segments = (batch.group_index == pair).nonzero().flatten().tolist()
         length = sum(lengths[s] for s in segments)
         if bins and used + length <= max_tokens:
@@ -99,6 +114,10 @@ def pair_inputs(batch: Batch, segments: torch.Tensor) -> dict[str, torch.Tensor]
         "cu_seqlens": torch.cat([totals.new_zeros(1), totals.cumsum(0)]),
         "pairs": torch.arange(len(trajectories)).reshape(-1, 2),
     }
+
+
+def _num_pairs(batch: Batch) -> int:
+    return len(batch.group_index.unique())
 
 
 def _lay_out_pairs(trajectories: Sequence[Trajectory]) -> Batch:

@@ -96,7 +96,7 @@ class LearnerSettings:
     ranks: int = 1
     """Processes that hold the model between them (FSDP2), and any reference or teacher too: each keeps its part of
     weights and optimizer, and reads its share of every batch. On GPUs each takes one. More than one have no critic, no
-    pairs, no distillation, no averaged teacher and no server to ask."""
+    distillation, no averaged teacher and no server to ask."""
     start: str = "here"
     """"here": its processes are started on this host with the run. "by_hand": the run says what starts them and waits;
     with `torchrun` they may be on several hosts, which share the run directory, the first rank on this one."""
@@ -183,7 +183,6 @@ class LearnerSettings:
             'source = "engine" ([learner.teacher])': self.teacher.source == "engine",
             'source = "engine" ([learner.reference])': self.needs_reference and self.reference.source == "engine",
             f"distillation_coef = {loss.distillation_coef} of loss {self.loss!r}": loss.distillation_coef > 0,
-            f"loss {self.loss!r}, which compares pairs": loss.objective == "pairs",
         }
         for what, found in unshared.items():
             if found:

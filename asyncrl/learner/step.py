@@ -16,7 +16,7 @@ from asyncrl.learner.credit import Selection, select
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
-from asyncrl.learner.preferences import choose_pairs, pair_inputs, split_pairs
+from asyncrl.learner.preferences import choose_pairs, deal_pairs, pair_inputs, split_pairs
 from asyncrl.learner.ranks import ALONE, Ranks, merge_over
 from asyncrl.learner.report import attribute, describe, diagnose
 from asyncrl.learner.settings import LearnerSettings
@@ -150,8 +150,8 @@ class Stepper:
         """Return the microbatches of this rank's share of the batch."""
         size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
         if self._loss.objective == "pairs":
-            assert self._ranks.count == 1
-            return split_pairs(batch, max_tokens=size, share_prefixes=share)
+            pairs = deal_pairs(batch, self._ranks.count)[self._ranks.place.rank]
+            return split_pairs(batch, max_tokens=size, share_prefixes=share, pairs=pairs)
         idle = self._without_gradient(batch)
         shares = deal(batch, self._ranks.count, max_tokens=size, share_prefixes=share, apart=idle)
         return split(
