@@ -244,6 +244,12 @@ def test_ranks_of_different_versions_are_refused_by_name() -> None:
         check_same([wire.encode(ours), wire.encode(ours), wire.encode({**ours, "torch": "2.12.0"})])
 
 
+@pytest.mark.slow
+def test_ranks_of_different_versions_do_not_begin(tmp_path: Path) -> None:
+    for said in fork_ranks("rank_of_another_version.py", tmp_path, world_size=2):
+        assert said.startswith("learner rank 1 has torch 0.1 and not 2.")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
