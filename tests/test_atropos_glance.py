@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.atropos.glance import Seen, glance
-from asyncrl.atropos.messages import BadField, _check, _read_closely, read_group
+from asyncrl.atropos.messages import DIGEST_BYTES, BadField, ScoredGroup, _check, _read_closely, read_group
 from tests.atropos_rig import group
 
 _LAST_ID = 49
@@ -130,3 +130,14 @@ def test_whatever_is_changed_in_a_group_a_glance_takes_no_more_than_a_close_look
             group_read = read_group(body, vocab_size=_LAST_ID + 1, max_token_len=_MAX_LEN)
             assert (group_read.size, group_read.env_id) == (found.size, found.env_id)
     assert taken > 100, "the changes are to be such that many groups stay whole"
+
+
+def test_groups_that_differ_anywhere_are_known_from_each_other() -> None:
+    """Kills: a digest of the beginning, or one that quarters can cancel out in."""
+    body = json.dumps(group(1)).encode()
+    others = [body[:place] + b"7" + body[place + 1 :] for place, byte in enumerate(body) if byte in b"1234"]
+    others.append(body[len(body) // 2 :] + body[: len(body) // 2])
+    digests = {ScoredGroup(size=4, body=each).digest for each in [body, *others]}
+    assert len(digests) == len(others) + 1
+    assert {len(digest) for digest in digests} == {DIGEST_BYTES}
+    assert ScoredGroup(size=4, body=bytes(body)).digest in digests

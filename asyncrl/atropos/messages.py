@@ -7,9 +7,10 @@ since the default of environments that give one trajectory at a time sends them 
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from isal import isal_zlib
 
 from asyncrl.atropos.glance import glance
 from asyncrl.gateway.http import Refused
@@ -156,8 +158,14 @@ class ScoredGroup:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all that came, to know a group by that is sent a second time."""
-        return hashlib.sha1(self.body, usedforsecurity=False).digest()[:DIGEST_BYTES]  # the fastest; nobody is fooled
+        """Of all that came, to know a group by that is sent a second time: the CRC-32 of each quarter.
+
+        Groups that differ throughout agree once in 2^128, and such as differ in one quarter alone once in 2^32. A
+        cryptographic hash would take a tenth of all that is done with a group; nobody is fooled here but who sends it.
+        """
+        view, length = memoryview(self.body), len(self.body)
+        cuts = [length * place // 4 for place in range(5)]
+        return struct.pack("<4I", *(isal_zlib.crc32(view[start:end]) for start, end in itertools.pairwise(cuts)))
 
     def value(self, name: str) -> Any:
         """Return a field as it came; None where it did not."""
