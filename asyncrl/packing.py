@@ -231,16 +231,11 @@ def check_staleness(batch: Batch, *, version: PolicyVersion, max_off_policyness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
-    """Slots that all see the same other slots (a rectangle), or each other, every one its own past (a triangle)."""
+    """Slots that follow each other: each of them sees its own past among them, and all that came before."""
 
     queries: slice
-    keys: slice
-    """The same slots in a triangle, slots before the queries in a rectangle."""
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether it is a triangle."""
-        return self.queries == self.keys
+    before: tuple[slice, ...]
+    """Slots that all of them see, in the order of their positions."""
 
     @property
     def num_queries(self) -> int:
@@ -248,13 +243,9 @@ class AttentionBlock:
         return int(self.queries.stop - self.queries.start)
 
     @property
-    def num_keys(self) -> int:
-        """Slots that are seen."""
-        return int(self.keys.stop - self.keys.start)
-
-    def covers(self, other: AttentionBlock) -> bool:
-        """Whether the queries of `other` are all among these."""
-        return bool(self.queries.start <= other.queries.start and other.queries.stop <= self.queries.stop)
+    def keys(self) -> tuple[slice, ...]:
+        """All that is seen, in the order of positions; the last ones are the queries."""
+        return (*self.before, self.queries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +263,7 @@ class Microbatch:
     tree_position_ids: torch.Tensor
     """[N] int64."""
     blocks: tuple[AttentionBlock, ...]
-    """Pairs of query and key, each once. First the triangles: as queries these hold every slot once, in order."""
+    """As queries these hold every slot once, in order."""
     predict_slot: torch.Tensor
     """[P] int64 slots whose hidden state goes through the LM head, ascending."""
     target_ids: torch.Tensor
@@ -298,7 +289,7 @@ def nothing() -> Microbatch:
         cu_seqlens=zero,
         tree_token_ids=zero,
         tree_position_ids=zero,
-        blocks=(AttentionBlock(queries=slice(0, 1), keys=slice(0, 1)),),
+        blocks=(AttentionBlock(queries=slice(0, 1), before=()),),
         predict_slot=zero,
         target_ids=zero,
         scored_index=none,
@@ -415,32 +406,29 @@ def _predictions(
 
 
 def _attention_blocks(runs: Sequence[tuple[int, int]]) -> tuple[AttentionBlock, ...]:
-    """Return the blocks of runs of slots, each (positions shared with the run before, own length), in sorted order.
+    """Return the blocks of runs of slots, each (positions shared with the run before, own length), in sorted order."""
+    blocks = []
+    path: list[slice] = []  # the slots of a segment, in the order of their positions
+    start = 0
+    for position, length in runs:
+        path = _beginning(path, position)
+        if length:
+            queries = slice(start, start + length)
+            blocks.append(AttentionBlock(queries=queries, before=tuple(path)))
+            path.append(queries)
+            start += length
+    return tuple(blocks)
 
-    Later runs that see the start of a run see less of it the later they come, until one sees nothing. So what they see
-    is a staircase, and every step of it a rectangle: runs that follow each other, and a stretch of the run's slots.
-    """
-    starts = [0, *np.cumsum([length for _, length in runs]).tolist()]
-    triangles, rectangles = [], []
-    for run, (position, length) in enumerate(runs):
-        if not length:
-            continue
-        first = starts[run]
-        triangles.append(AttentionBlock(queries=slice(first, starts[run + 1]), keys=slice(first, starts[run + 1])))
-        steps: list[tuple[int, int]] = []  # keys that are seen, and the slot after the last one that sees as many
-        seen = length
-        for later in range(run + 1, len(runs)):
-            seen = min(seen, runs[later][0] - position)
-            if seen <= 0:
-                break
-            if steps and steps[-1][0] == seen:
-                steps.pop()
-            steps.append((seen, starts[later + 1]))
-        for (seen, end), (less, _) in pairwise([*steps, (0, 0)]):
-            if end > starts[run + 1]:
-                queries, keys = slice(starts[run + 1], end), slice(first + less, first + seen)
-                rectangles.append(AttentionBlock(queries=queries, keys=keys))
-    return (*triangles, *rectangles)
+
+def _beginning(path: Sequence[slice], count: int) -> list[slice]:
+    """Return the first `count` slots of a path."""
+    found = []
+    for part in path:
+        if count <= 0:
+            break
+        found.append(slice(part.start, min(part.stop, part.start + count)))
+        count -= part.stop - part.start
+    return found
 
 
 def unpack(microbatch: Microbatch, predicted: torch.Tensor) -> torch.Tensor:

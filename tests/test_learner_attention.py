@@ -30,7 +30,7 @@ def some_batch() -> Batch:
 @pytest.fixture(params=[True, False], ids=["shared", "apart"])
 def where(request: pytest.FixtureRequest) -> Microbatch:
     (microbatch,) = split(some_batch(), max_tokens=2000, share_prefixes=request.param)
-    assert any(not block.is_causal for block in microbatch.blocks) == request.param
+    assert any(block.before for block in microbatch.blocks) == request.param
     return microbatch
 
 
@@ -94,8 +94,9 @@ def test_where_a_branch_ends_says_the_whole_mask(where: Microbatch) -> None:
     slots = where.num_slots
     sees = torch.zeros(slots, slots, dtype=torch.bool)
     for block in where.blocks:
-        there = torch.ones_like(sees[block.queries, block.keys])
-        sees[block.queries, block.keys] = there.tril() if block.is_causal else there
+        for part in block.before:
+            sees[block.queries, part] = True
+        sees[block.queries, block.queries] = torch.ones(block.num_queries, block.num_queries, dtype=torch.bool).tril()
     until, slot = seen_until(where.blocks, _CPU), torch.arange(slots)
     assert torch.equal((slot <= slot[:, None]) & (slot[:, None] < until), sees)
 

@@ -104,8 +104,9 @@ def dense_attention(
     slots = q.shape[2]
     sees = torch.zeros(slots, slots, dtype=torch.bool)
     for block in where.blocks:
-        there = torch.ones_like(sees[block.queries, block.keys])
-        sees[block.queries, block.keys] = there.tril() if block.is_causal else there
+        sees[block.queries, block.queries] = torch.ones_like(sees[block.queries, block.queries]).tril()
+        for part in block.before:
+            sees[block.queries, part] = True
     heads = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
     scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~sees, float("-inf"))
@@ -113,14 +114,13 @@ def dense_attention(
 
 
 def test_the_tiles_of_long_blocks_hold_every_pair_of_query_and_key_once_and_stay_small() -> None:
-    for queries, keys in ((5000, 5000), (893, 2500), (4000, 3)):
-        at = slice(7, 7 + queries)
-        block = AttentionBlock(queries=at, keys=at if queries == keys else slice(0, keys))
-        tiles = cut([block])
+    for queries, before in ((5000, 0), (893, 2500), (4000, 3)):
+        block = AttentionBlock(queries=slice(7, 7 + queries), before=(slice(0, before),) if before else ())
+        tiles = cut(block)
         assert [slot for tile in tiles for slot in range(7 + queries)[tile.queries]] == list(range(7, 7 + queries))
         for tile in tiles:
-            assert tile.num_scores <= 200_000
-            assert tile.keys == (slice(7, tile.queries.stop) if block.is_causal else block.keys)
+            assert tile.num_queries * tile.num_keys <= 200_000
+            assert tile.num_keys == before + tile.queries.stop - 7
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -131,7 +131,7 @@ def test_attention_is_the_dense_one_whatever_the_scale(
 ) -> None:
     """In bfloat16 the tolerance, on the norm of all entries, is 1.5 times what was seen."""
     where = microbatch(share)
-    assert any(not block.is_causal for block in where.blocks) == share
+    assert any(len(block.before) == 1 for block in where.blocks) == share
     given = [random(1, heads, where.num_slots, 16, seed=heads, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     result, _ = tree_attention(torch.nn.Module(), *given, None, scaling=scaling, blocks=where.blocks)

@@ -35,8 +35,9 @@ def visible(microbatch: Microbatch) -> torch.Tensor:
     """[N, N]; how often each slot's query sees each slot's key, from the attention blocks."""
     seen = torch.zeros(microbatch.num_slots, microbatch.num_slots, dtype=torch.int64)
     for block in microbatch.blocks:
-        there = torch.ones_like(seen[block.queries, block.keys])
-        seen[block.queries, block.keys] += there.tril() if block.is_causal else there
+        seen[block.queries, block.queries] += torch.ones_like(seen[block.queries, block.queries]).tril()
+        for part in block.before:
+            seen[block.queries, part] += 1
     return seen
 
 
@@ -92,11 +93,11 @@ def test_every_token_sees_exactly_its_own_past(seed: int, share: bool) -> None:
         assert seen.max() == 1
         tokens, positions = microbatch.tree_token_ids, microbatch.tree_position_ids
         assert seen.sum(1).tolist() == (positions + 1).tolist()
-        runs = [block for block in microbatch.blocks if block.is_causal]
-        assert [slot for run in runs for slot in range(run.queries.start, run.queries.stop)] == list(range(len(seen)))
-        for run in runs:  # each rectangle is seen by whole runs
-            others = [block for block in microbatch.blocks if not block.is_causal and block.covers(run)]
-            assert sum(block.num_keys for block in others) == positions[run.queries.start]
+        slots = torch.arange(microbatch.num_slots)
+        assert torch.cat([slots[block.queries] for block in microbatch.blocks]).tolist() == slots.tolist()
+        for block in microbatch.blocks:
+            keys = torch.cat([slots[part] for part in block.keys])
+            assert positions[keys].tolist() == list(range(len(keys)))
         paths = {
             tuple(tokens[seen[slot].bool()][positions[seen[slot].bool()].argsort()].tolist())
             for slot in range(microbatch.num_slots)
@@ -108,15 +109,19 @@ def test_every_token_sees_exactly_its_own_past(seed: int, share: bool) -> None:
         assert paths == wanted
 
 
-def test_a_prompt_that_many_share_is_one_block_and_so_is_each_further_step() -> None:
+def test_what_comes_before_a_block_is_the_path_to_it_in_as_few_stretches_as_can_be() -> None:
     prompt = list(range(20, 30))
     answers = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [2], [3, 4], [3, 4]]
     segments = [make_segment(prompt, [(answer, [])]) for answer in answers]
     (microbatch,) = split(batch_of(segments), max_tokens=100)
-    blocks = [(b.queries.start, b.queries.stop, b.keys.start, b.keys.stop) for b in microbatch.blocks]
-    triangles = [(0, 13, 0, 13), (13, 14, 13, 14), (14, 16, 14, 16), (16, 17, 16, 17), (17, 19, 17, 19)]
-    # Token 2 after token 1 is seen once, token 1 by two answers, the prompt by all.
-    assert blocks == [*triangles, (13, 14, 11, 12), (13, 16, 10, 11), (13, 19, 0, 10)]
+    # The second answer shares two tokens with the first, the third one, the others none.
+    assert [[(part.start, part.stop) for part in block.keys] for block in microbatch.blocks] == [
+        [(0, 13)],
+        [(0, 12), (13, 14)],
+        [(0, 11), (14, 16)],
+        [(0, 10), (16, 17)],
+        [(0, 10), (17, 19)],
+    ]
 
 
 @pytest.mark.parametrize("observations", [True, False])

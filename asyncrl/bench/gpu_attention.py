@@ -83,7 +83,7 @@ def _pass(
 
 def _learner(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, bounds: Sequence[int]) -> torch.Tensor:
     """What the learner takes on this device."""
-    blocks = tuple(AttentionBlock(queries=slice(*run), keys=slice(*run)) for run in pairwise(bounds))
+    blocks = tuple(AttentionBlock(queries=slice(*run), before=()) for run in pairwise(bounds))
     scale = q.shape[-1] ** -0.5
     attention = implementation(choose("auto", q.device, torch.bfloat16))
     return attention(torch.nn.Module(), q, k, v, None, scaling=scale, blocks=blocks)[0]

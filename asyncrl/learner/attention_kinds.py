@@ -84,7 +84,8 @@ def seen_until(blocks: Sequence[AttentionBlock], device: torch.device) -> torch.
     num_slots = max((block.queries.stop for block in blocks), default=0)
     until = torch.zeros(num_slots, dtype=torch.int64)
     for block in blocks:
-        until[block.keys] = until[block.keys].clamp(min=block.queries.stop)
+        for part in block.keys:
+            until[part] = until[part].clamp(min=block.queries.stop)
     return until.to(device)
 
 
@@ -152,17 +153,13 @@ def by_runs(
     kernel: Kernel,
 ) -> torch.Tensor:
     """Return [1, N, H, D] for query [1, H, N, D], key and value [1, J, N, D]: each run of slots is a sequence."""
-    runs = [block for block in blocks if block.is_causal]
-    keys = [
-        [other.keys for other in blocks if not other.is_causal and other.covers(run)] + [run.keys]  # its own come last
-        for run in runs
-    ]
     slots = torch.arange(query.shape[2], device=query.device)
-    index = torch.cat([slots[part] for parts in keys for part in parts])
-    lengths = [[run.num_queries for run in runs], [sum(part.stop - part.start for part in parts) for parts in keys]]
+    keys = [torch.cat([slots[part] for part in block.keys]) for block in blocks]  # a block's own come last
+    index = torch.cat(keys)
+    lengths = [[block.num_queries for block in blocks], [len(part) for part in keys]]
     edges = [torch.tensor([0, *n], device=query.device).cumsum(0).int() for n in lengths]
     result = kernel(
-        query[0].transpose(0, 1),  # the runs hold every slot once, in order
+        query[0].transpose(0, 1),  # the blocks hold every slot once, in order
         key[0].transpose(0, 1)[index],
         value[0].transpose(0, 1)[index],
         *edges,
