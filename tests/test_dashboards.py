@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,14 +171,19 @@ def filled(expression: str) -> str:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_every_query_of_every_panel_finds_something_in_a_real_run(watched: Prometheus) -> None:
-    empty = []
-    for board, chart in CHARTS:
-        for expression, _ in chart.queries:
-            found = watched.query(filled(expression))
-            if not any(math.isfinite(value) for _, value in found):
-                empty.append(f"{board.title} / {chart.title}: {expression} finds {found[:3]}")
-    assert not empty, "\n".join(empty)
+    """Some figures exist only of some steps (engine mismatch of those that hold tokens of the newest version, say)."""
+    empty = {f"{board.title} / {chart.title}: {x}": filled(x) for board, chart in CHARTS for x, _ in chart.queries}
+    deadline = time.monotonic() + _WAIT_S
+    while empty and time.monotonic() < deadline:
+        empty = {name: expression for name, expression in empty.items() if not finds(watched, expression)}
+        watched.wait(f"asyncrl_steps_total > {watched.query('asyncrl_steps_total')[0][1]}", timeout_s=_WAIT_S)
+    assert not empty, "\n".join(f"{name} finds {watched.query(expression)[:3]}" for name, expression in empty.items())
     assert watched.query(filled(SPIKE)) == []
+
+
+def finds(prometheus: Prometheus, expression: str) -> bool:
+    """Tell whether an expression has a number now."""
+    return any(math.isfinite(value) for _, value in prometheus.query(expression))
 
 
 @needs_prometheus

@@ -14,7 +14,7 @@ import torch
 from tiny_model import build_tiny_model, state_of
 from vllm_model import INPUTS, assert_holds, build_vllm_model, layer_outputs, wanted_outputs
 
-from asyncrl.errors import WeightMismatch
+from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.types import TensorEntry, Verification, WeightManifest
 from asyncrl.weight_sync import combined_digest, manifest_to_json
 from asyncrl.weight_sync.reports import check_reports
@@ -89,7 +89,39 @@ def test_deltas_and_whole_versions_load_the_same_weights(rig: Rig) -> None:
         ("delta", ""),
         ("full", "other_base"),
     ]
+    assert [report["placed"] for report in reports] == ["exchange", "values", "values", "exchange"]
     assert reports[0]["num_bytes"] == manifest.num_bytes > 8 * reports[1]["num_bytes"] > 0
+
+
+def test_a_delta_from_a_version_that_was_read_and_abandoned_is_not_put_on_top_of_an_older_one(rig: Rig) -> None:
+    """Kills: values of 2 -> 3 written into a model that holds 1, because the copy of what was read holds 2."""
+    for _ in range(2):
+        rig.pull(rig.publish())
+    held = dict(rig.state)
+    rig.engine.start_weight_update()
+    rig.engine.receive_weights(rig.engine.parse_update_info({"manifest": manifest_to_json(rig.publish())}))
+    assert_holds(rig.model, held)
+    with pytest.raises(WeightSyncError, match="abandoned"):
+        rig.engine.receive_weights(rig.engine.parse_update_info({"abandon": True}))
+    report = rig.pull(rig.publish())
+    assert_holds(rig.model, rig.state)
+    assert report["placed"] == "exchange"
+    report = rig.pull(rig.publish())
+    assert_holds(rig.model, rig.state)
+    assert report["placed"] == "values"
+
+
+def test_a_delta_is_placed_value_by_value_however_it_is_encoded(rig: Rig) -> None:
+    rig.pull(rig.publish())
+    found = set()
+    for share in (0.0005, 0.2):
+        rig.state[UP] = torch.randn(rig.state[UP].shape, generator=torch.Generator().manual_seed(int(1 / share)))
+        manifest = rig.publish(share=share)
+        assert manifest.delta is not None
+        found |= {part.name.rpartition("/")[2] for part in manifest.delta.tensors}
+        assert rig.pull(manifest)["placed"] == "values"
+        assert_holds(rig.model, rig.state)
+    assert found == {"positions", "mask", "values", "whole"}
 
 
 def test_a_report_names_the_first_tensor_that_is_not_the_manifests(rig: Rig) -> None:

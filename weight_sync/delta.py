@@ -34,6 +34,8 @@ _MASK_UNIT = 64  # elements: masks are whole words, so that what follows them is
 _MAX_POSITIONS = 2**32  # elements of a tensor, beyond which a position does not fit
 
 Words = npt.NDArray[np.unsignedinteger[Any]]
+Positions = npt.NDArray[np.intp]
+"""Of elements, in a tensor that is read as one row."""
 Data = Callable[[TensorEntry], memoryview]
 """The bytes of a tensor of one version."""
 
@@ -132,11 +134,13 @@ def _parts(change: _Change) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 def apply_delta(
     delta: WeightDelta, parts: Data, entries: tuple[TensorEntry, ...], target: Callable[[TensorEntry], memoryview]
-) -> None:
-    """Put a delta in place in a copy of its base, which is `target`'s writable bytes.
+) -> dict[str, Positions]:
+    """Put a delta in place in a copy of its base, which is `target`'s writable bytes, and return what has changed.
 
+    That is, by name, the positions of the changed elements of every tensor that has any.
     Raises: WeightMismatch naming the tensor whose parts make no sense; the copy is then neither version.
     """
+    changed: dict[str, Positions] = {}
     found: dict[str, dict[str, TensorEntry]] = {}
     for part in delta.tensors:
         name = tensor_of(part.name)
@@ -151,24 +155,30 @@ def apply_delta(
         match sorted(forms):
             case ["whole"] if forms["whole"].num_bytes == entry.num_bytes:
                 words[:] = _as_words(parts(forms["whole"]), entry)
+                changed[entry.name] = np.arange(len(words))
             case ["positions", "values"]:
                 positions = np.frombuffer(parts(forms["positions"]), "<u4")
                 values = _as_words(parts(forms["values"]), entry)
                 if len(positions) != len(values) or (len(positions) and positions.max() >= len(words)):
                     raise _senseless(delta, entry.name)
-                words[positions] = values
+                changed[entry.name] = positions.astype(np.intp)
+                words[changed[entry.name]] = values
             case ["mask", "values"] if forms["mask"].num_bytes == _mask_bytes(len(words)):
                 mask = np.frombuffer(parts(forms["mask"]), np.uint8)
-                if not _place(words, mask, _as_words(parts(forms["values"]), entry)):
+                places = _place(words, mask, _as_words(parts(forms["values"]), entry))
+                if places is None:
                     raise _senseless(delta, entry.name)
+                changed[entry.name] = places
             case _:
                 raise _senseless(delta, entry.name)
     for name in found:
         raise _senseless(delta, name)
+    return changed
 
 
-def _place(words: Words, mask: npt.NDArray[np.uint8], values: Words) -> bool:
-    """Put `values` where the mask is set; tell whether there were exactly as many."""
+def _place(words: Words, mask: npt.NDArray[np.uint8], values: Words) -> Positions | None:
+    """Put `values` where the mask is set and return the positions; None if there were not exactly as many."""
+    positions = np.empty(len(values), np.intp)
     done = 0
     for start in range(0, len(words), _BLOCK):
         block = words[start : start + _BLOCK]
@@ -176,10 +186,11 @@ def _place(words: Words, mask: npt.NDArray[np.uint8], values: Words) -> bool:
         places = np.flatnonzero(np.unpackbits(bits, bitorder="little", count=len(block)).view(bool))
         end = done + len(places)
         if end > len(values):
-            return False
+            return None
         block[places] = values[done:end]
+        positions[done:end] = places + start
         done = end
-    return done == len(values)
+    return positions if done == len(values) else None
 
 
 def _senseless(delta: WeightDelta, name: str) -> WeightMismatch:

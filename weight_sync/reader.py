@@ -7,16 +7,16 @@ keeps it from taking a delta (it is new, was restarted, has skipped a version) c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 
 from asyncrl.errors import WeightMismatch
 from asyncrl.types import TensorEntry, WeightManifest
-from asyncrl.weight_sync.delta import apply_delta
+from asyncrl.weight_sync.delta import Positions, apply_delta
 from asyncrl.weight_sync.manifest import combined_digest, layout_of
 from asyncrl.weight_sync.verify import verify
 from asyncrl.weight_sync.weight_file import WeightFile, WeightFileGone
@@ -51,6 +51,8 @@ class Version:
     """That were read from what the publisher wrote."""
     chain_break: ChainBreak | None
     """None where it came by a delta, or no deltas are sent."""
+    changed: Mapping[str, Positions] = field(default_factory=dict)
+    """Where it came by a delta: which elements of which tensors are others than the base's."""
 
     @property
     def digest(self) -> str:
@@ -97,6 +99,10 @@ class Reader:
         """Host memory that the copy takes; 0 where there is none."""
         return self._copy.num_bytes if self._copy else 0
 
+    def expects_delta(self, manifest: WeightManifest) -> bool:
+        """Tell whether a version will come by its delta, unless that has been removed."""
+        return self._copy is not None and manifest.delta is not None and _is_base(self._copy.manifest, manifest)
+
     @contextmanager
     def open(self, manifest: WeightManifest) -> Iterator[Version]:
         """Yield a version, verified.
@@ -124,7 +130,8 @@ class Reader:
                 digests = verify(manifest, weights.data)
                 yield Version(manifest, weights, digests, "full", manifest.num_bytes, None)
             return
-        chain_break = self._patch(manifest, copy, why)
+        changed: dict[str, Positions] = {}
+        chain_break = self._patch(manifest, copy, why, changed)
         num_bytes, source = manifest.num_bytes, manifest.location
         if chain_break is None:
             assert copy is not None
@@ -136,17 +143,19 @@ class Reader:
             with WeightFile(manifest) as weights:
                 copy.take(weights)
         digests = verify(manifest, copy.data, source=source)
-        yield Version(manifest, copy, digests, "full" if chain_break else "delta", num_bytes, chain_break)
+        yield Version(manifest, copy, digests, "full" if chain_break else "delta", num_bytes, chain_break, changed)
 
-    def _patch(self, manifest: WeightManifest, copy: Copy | None, why: ChainBreak) -> ChainBreak | None:
-        """Put the version's delta in place in the copy, or return why that cannot be."""
+    def _patch(
+        self, manifest: WeightManifest, copy: Copy | None, why: ChainBreak, changed: dict[str, Positions]
+    ) -> ChainBreak | None:
+        """Put the version's delta in place in the copy, adding to `changed`, or return why that cannot be."""
         delta = manifest.delta
         if copy is None:
             return why
         if delta is None:
             return ChainBreak.NO_DELTA
         held = copy.manifest
-        if (held.run_id, held.version, held.digest) != (manifest.run_id, delta.base_version, delta.base_digest):
+        if not _is_base(held, manifest):
             return ChainBreak.OTHER_BASE
         if layout_of(held) != layout_of(manifest):
             raise WeightMismatch(f"version {manifest.version} has a delta from a version of another layout")
@@ -156,5 +165,11 @@ class Reader:
             return ChainBreak.DELTA_GONE
         with parts:
             verify(manifest, parts.data, part=delta)
-            apply_delta(delta, parts.data, manifest.tensors, copy.data)
+            changed.update(apply_delta(delta, parts.data, manifest.tensors, copy.data))
         return None
+
+
+def _is_base(held: WeightManifest, manifest: WeightManifest) -> bool:
+    delta = manifest.delta
+    assert delta is not None
+    return (held.run_id, held.version, held.digest) == (manifest.run_id, delta.base_version, delta.base_digest)

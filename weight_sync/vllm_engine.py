@@ -29,11 +29,21 @@ from asyncrl.weight_sync.adapters import check_adapter
 from asyncrl.weight_sync.manifest import manifest_from_json
 from asyncrl.weight_sync.names import check_follows, check_names, checkpoint_shapes, has_tied_embeddings
 from asyncrl.weight_sync.reader import Reader
+from asyncrl.weight_sync.vllm_packing import Layouts
+from asyncrl.weight_sync.vllm_patch import Patch
 from asyncrl.weight_sync.vllm_staging import Shadow
 from asyncrl.weight_sync.vllm_thread import staging_executor
 from asyncrl.weight_sync.vllm_update import Update
 
-_NO_UPDATE: dict[str, Any] = {"encoding": "", "num_bytes": 0, "chain_break": "", "digests": [], "seconds": {}}
+_NO_UPDATE: dict[str, Any] = {
+    "encoding": "",
+    "num_bytes": 0,
+    "chain_break": "",
+    "digests": [],
+    "placed": "",
+    "unpatchable": "",
+    "seconds": {},
+}
 
 
 @dataclass
@@ -72,6 +82,9 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._can_stage = device.type == "cpu" and self.model_config.enforce_eager and vllm_config.quant_config is None
         self._staged = True
         self._shadow: Shadow | None = None
+        # parts of a weight, as the ranks of a tensor-parallel engine hold them, are not placed value by value
+        self._layouts = Layouts() if self._can_stage and vllm_config.parallel_config.world_size == 1 else None
+        self._patch: Patch | None = None
         self._update: Update | None = None
         self._executor = staging_executor()
         self._run_id: str | None = None
@@ -118,11 +131,35 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             check_adapter(manifest, self._expected)
         else:
             check_names(manifest, self._expected, tied_embeddings=has_tied_embeddings(self.model_config))
-        if not (self._staged and self._can_stage):
+        staged = self._staged and self._can_stage
+        patch = self._patch if staged and self._is_next(manifest) else None
+        if not staged or patch is not None:
             self._shadow = None
         elif self._shadow is None:
             self._shadow = Shadow(self.model, self.model_config)
-        return Update(manifest, self._reader, self.model, self.model_config, self._shadow)
+        return Update(
+            manifest,
+            self._reader,
+            self.model,
+            self.model_config,
+            shadow=self._shadow,
+            patch=patch,
+            layouts=self._layouts if staged else None,
+        )
+
+    def _is_next(self, manifest: WeightManifest) -> bool:
+        """Tell whether a version's delta leads from what the model holds, and the reader's copy with it.
+
+        The copy alone may be ahead: of a version that was read and then abandoned.
+        """
+        delta = manifest.delta
+        held = (self._version, self._digest)
+        return (
+            manifest.adapter_scale is None
+            and delta is not None
+            and (delta.base_version, delta.base_digest) == held
+            and self._reader.expects_delta(manifest)
+        )
 
     @cached_property
     def _expected(self) -> dict[str, tuple[int, ...]]:
@@ -139,6 +176,7 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._broken = f"the reload of version {update.manifest.version} did not finish"
         update.commit()
         self._broken = ""
+        self._patch = update.patch
         self._run_id, self._version = update.manifest.run_id, update.manifest.version
         self._last = update.report()
         self._digest = update.digest
@@ -165,7 +203,9 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         """Return what this worker holds, and of the last update what it read and how long each part took.
 
         `digest` and the tensors' `digests`, in the manifest's order, are those that it computed itself. `mismatched`
-        names the tensor that the last update was refused for.
+        names the tensor that the last update was refused for. `placed` says how the last one came into the model: by
+        single "values", by an "exchange" with a shadow, or loaded "in_place" while it was paused; `unpatchable`, why
+        single values cannot be placed where deltas are sent.
         """
         return {
             "run_id": self._run_id,

@@ -34,7 +34,8 @@ class Shadow:
     def __init__(self, model: Any, model_config: Any) -> None:
         self._model_config = model_config
         self._pairs: list[tuple[torch.nn.Module, torch.nn.Module]] = []
-        self._model = self._shadow(model, {}, {})
+        self.model = self._shadow(model, {}, {})
+        """What is loaded into: to be read once it is sealed."""
         self._loaded: set[str] | None = set()
 
     def _shadow(
@@ -74,20 +75,20 @@ class Shadow:
         """Make ready for a whole version."""
         self._before = [dict(shadow.__dict__) for _, shadow in self._pairs]
         self._loaded = set()
-        initialize_layerwise_reload(self._model)
+        initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load some of the version's tensors."""
-        loaded = self._model.load_weights(tensors)
+        loaded = self.model.load_weights(tensors)
         self._loaded = None if self._loaded is None or loaded is None else self._loaded | set(loaded)
 
     @torch.no_grad()
     def seal(self) -> None:
         """Finish what the last tensors leave to do. Raises: WeightSyncError naming a parameter that was not loaded."""
-        finalize_layerwise_reload(self._model, self._model_config)
-        check_loaded(self._model, self._loaded)
-        pack_tied(self._model)
+        finalize_layerwise_reload(self.model, self._model_config)
+        check_loaded(self.model, self._loaded)
+        pack_tied(self.model)
 
     def exchange(self) -> None:
         """Let the model and its shadow swap weights, and whatever else the load has made anew."""

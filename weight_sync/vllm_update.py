@@ -22,6 +22,8 @@ from asyncrl.weight_sync.adapters import Merged, Plain
 from asyncrl.weight_sync.reader import Reader, Version
 from asyncrl.weight_sync.sharded import DTYPE_NAMES
 from asyncrl.weight_sync.vllm_loading import load_in_place
+from asyncrl.weight_sync.vllm_packing import Layouts, words_of
+from asyncrl.weight_sync.vllm_patch import Patch, UnpatchableError
 from asyncrl.weight_sync.vllm_staging import Shadow
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -31,10 +33,24 @@ class Update:
     """Verifies a version and, where there is a shadow, loads it there; without one the model is loaded at the end."""
 
     def __init__(
-        self, manifest: WeightManifest, reader: Reader, model: Any, model_config: Any, shadow: Shadow | None
+        self,
+        manifest: WeightManifest,
+        reader: Reader,
+        model: Any,
+        model_config: Any,
+        *,
+        shadow: Shadow | None,
+        patch: Patch | None,
+        layouts: Layouts | None,
     ) -> None:
         self.manifest = manifest
         self._model, self._model_config, self._shadow = model, model_config, shadow
+        self._layouts = layouts
+        self.patch = patch
+        """What writes the next delta, once this update is in place; None where nothing does."""
+        self.unpatchable = ""
+        """Why not, in words."""
+        self._is_patched = False
         self._reader = reader
         self._opened = ExitStack()
         self._version: Version | None = None
@@ -64,7 +80,10 @@ class Update:
     def commit(self) -> None:
         """Put the whole version in place; the model must not be running."""
         started = time.perf_counter()
-        if self._shadow is not None:
+        if self._is_patched:
+            assert self.patch is not None
+            self.patch.commit()
+        elif self._shadow is not None:
             self._shadow.exchange()
         else:
             load_in_place(self._model, self._model_config, self._content.tensors(0, len(self._content)))
@@ -85,6 +104,8 @@ class Update:
             "num_bytes": self._version.num_bytes,
             "chain_break": self._version.chain_break or "",
             "digests": list(self._version.digests),
+            "placed": "values" if self._is_patched else "exchange" if self._shadow is not None else "in_place",
+            "unpatchable": self.unpatchable,
             "seconds": self._seconds,
         }
 
@@ -92,6 +113,8 @@ class Update:
         """Let go of everything, once the piece under way has ended. What was wrong with it is of no matter any more."""
         if self._work is not None:
             self._work.exception()
+        if self.patch is not None:
+            self.patch.drop()
         self._opened.close()
 
     def _wait(self) -> None:
@@ -105,6 +128,14 @@ class Update:
             self._content = self._open()
             self._seconds["read"] = time.perf_counter() - started
             started = time.perf_counter()
+        if self._is_patched:
+            self._is_whole = True
+        else:
+            self._load(num_tensors)
+        self._seconds["load"] += time.perf_counter() - started
+        self._seconds["cpu"] += time.thread_time() - began
+
+    def _load(self, num_tensors: int) -> None:
         total, asked = len(self._content), len(self.manifest.tensors)
         end = total if num_tensors >= asked else total * num_tensors // asked
         if self._shadow is not None and end > self._num_loaded:
@@ -115,20 +146,40 @@ class Update:
         if self._num_loaded == total:
             if self._shadow is not None:
                 self._shadow.seal()
+                self._make_patch(self._shadow)
             self._is_whole = True
-        self._seconds["load"] += time.perf_counter() - started
-        self._seconds["cpu"] += time.thread_time() - began
+
+    def _make_patch(self, shadow: Shadow) -> None:
+        """Make ready for deltas from this version on, where they are sent."""
+        version = self._version
+        if self._layouts is None or version is None or not self.manifest.deltas:
+            return
+        if self.manifest.adapter_scale is not None:
+            self.unpatchable = "the version is an adapter"
+            return
+        try:
+            self.patch = Patch(shadow.model, self.manifest.tensors, self._tensor, self._layouts)
+        except UnpatchableError as error:
+            self.unpatchable = str(error)
 
     def _open(self) -> Plain | Merged:
-        """Read and verify the version, and return what is loaded of it."""
+        """Read and verify the version, prepare what its delta changes, and return what is loaded if that cannot be."""
         version = self._version = self._opened.enter_context(self._reader.open(self.manifest))
-
-        def tensor(entry: TensorEntry) -> torch.Tensor:
-            return _tensor(version.data(entry), entry)
-
+        if self.patch is not None and version.encoding == "delta":
+            for entry in self.manifest.tensors:
+                positions = version.changed.get(entry.name)
+                if positions is not None:
+                    self.patch.stage(entry, positions, words_of(self._tensor(entry))[positions])
+            self._is_patched = True
+        else:
+            self.patch = None
         if self.manifest.adapter_scale is None:
-            return Plain(self.manifest.tensors, tensor)
-        return Merged(self._model_config.model, self.manifest, tensor)
+            return Plain(self.manifest.tensors, self._tensor)
+        return Merged(self._model_config.model, self.manifest, self._tensor)
+
+    def _tensor(self, entry: TensorEntry) -> torch.Tensor:
+        assert self._version is not None
+        return _tensor(self._version.data(entry), entry)
 
 
 def _tensor(data: memoryview, entry: TensorEntry) -> torch.Tensor:

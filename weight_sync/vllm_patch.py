@@ -1,0 +1,178 @@
+"""A delta's values into the weights that run, one by one. Runs inside vLLM's worker processes, on a CPU.
+
+To load a whole version means to pack every linear weight anew, whatever little has changed. So where deltas are sent,
+linear weights are packed such that single elements can be written (`vllm_packing`), right after vLLM's own loader has
+loaded a whole version. Which tensor of the checkpoint lies in which parameter, and from which row on, is read off the
+names (`packed_modules_mapping`), and then proven: a plain parameter holds the version's bits, and a packed weight makes
+of random inputs what the one that vLLM has packed makes of them. A model for which that fails is loaded as before.
+
+The places of the changed values are computed while tokens are produced. The values are written while the engine is
+paused between two decode steps, so that for every step the weights are all of one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from asyncrl.types import TensorEntry
+from asyncrl.weight_sync.vllm_packing import Layout, Layouts, PackedLinear, Places, UnknownLayoutError, Words, words_of
+
+_HEAD = "lm_head.weight"
+_PROOF_ROWS = 4
+_ROUNDING = 0.02  # of the largest output; a row that lies elsewhere moves some output by about as much as that one
+
+Tensor = Callable[[TensorEntry], torch.Tensor]
+"""The tensor of an entry, as the version has it."""
+
+
+class UnpatchableError(Exception):
+    """This model's weights cannot be written one by one; the words say why."""
+
+
+@dataclass(slots=True)
+class _Target:
+    """Where a tensor's elements lie in memory that the model reads."""
+
+    words: Words
+    layout: Layout
+    first_row: int
+    owner: Any
+    """Keeps the memory."""
+    staged: list[tuple[Places, Words]] = field(default_factory=list)
+
+    def stage(self, positions: Places, values: Words) -> None:
+        """Take note of what is to be written; positions count the tensor's elements."""
+        rows = positions // len(self.layout.columns)
+        columns = positions - rows * len(self.layout.columns)
+        self.staged.append((self.layout.rows[rows + self.first_row] + self.layout.columns[columns], values))
+
+    def write(self) -> None:
+        for places, values in self.staged:
+            self.words[places] = values
+        self.staged.clear()
+
+
+class Patch:
+    """Writes deltas into one model, whose weights are those of the version that it was made from.
+
+    Making one gives the model's layers packed weights that can be written, of the values that they have.
+    Raises, when made: UnpatchableError; the layers keep what they have.
+    """
+
+    def __init__(self, model: Any, entries: Sequence[TensorEntry], tensor: Tensor, layouts: Layouts) -> None:
+        self._layouts = layouts
+        self._targets: dict[str, list[_Target]] = {}
+        by_name = {entry.name: entry for entry in entries}
+        has_head = any(isinstance(layer, ParallelLMHead) for layer in model.modules())
+        packed: list[tuple[torch.nn.Module, PackedLinear]] = []
+        for layer, parameter, names in _sources(model, by_name):
+            sources = [by_name[name] for name in names]
+            if parameter.numel():
+                self._plain(parameter, sources, tensor)
+            if "cpu_linear" in layer.__dict__ and parameter is layer._parameters.get("weight"):
+                if has_head and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+                    packed.append((layer, _linear))  # type: ignore[arg-type]  # an input embedding multiplies nothing
+                else:
+                    packed.append((layer, self._packed(layer, parameter, sources, tensor)))
+        if unplaced := by_name.keys() - self._targets.keys() - {_HEAD}:
+            raise UnpatchableError(f"{sorted(unplaced)[0]} is in no parameter of the engine's model")
+        for layer, linear in packed:
+            layer.cpu_linear = linear
+
+    def _plain(self, parameter: torch.nn.Parameter, sources: Sequence[TensorEntry], tensor: Tensor) -> None:
+        data, first = parameter.data, 0
+        if not data.is_contiguous():
+            raise UnpatchableError(f"{sources[0].name} is in a parameter that is not contiguous")
+        words = words_of(data)
+        row_size = data.numel() // data.shape[0]
+        layout = Layout(np.arange(data.shape[0], dtype=np.intp) * row_size, np.arange(row_size, dtype=np.intp))
+        for source in sources:
+            held, sent = data[first : first + source.shape[0]], tensor(source)
+            if held.shape != sent.shape or held.dtype != sent.dtype or not torch.equal(_bits(held), _bits(sent)):
+                raise UnpatchableError(f"the engine's model holds {source.name} in another form")
+            self._targets.setdefault(source.name, []).append(_Target(words, layout, first, data))
+            first += source.shape[0]
+
+    def _packed(
+        self, layer: Any, parameter: torch.nn.Parameter, sources: Sequence[TensorEntry], tensor: Tensor
+    ) -> PackedLinear:
+        parts = [parameter.data] if parameter.numel() else [tensor(source) for source in sources]
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if weight.dtype != parameter.dtype:
+            raise UnpatchableError(f"{sources[0].name} is {weight.dtype}, the engine computes in {parameter.dtype}")
+        try:
+            layout = self._layouts.of(weight.shape, weight.dtype)
+        except UnknownLayoutError as error:
+            raise UnpatchableError(f"{sources[0].name}: {error}") from error
+        linear = PackedLinear(weight)
+        _prove(layer, parameter, linear, weight.shape[1], sources[0].name)
+        words, first = words_of(linear.packed), 0
+        for source in sources:
+            self._targets.setdefault(source.name, []).append(_Target(words, layout, first, linear.packed))
+            first += source.shape[0]
+        return linear
+
+    def stage(self, entry: TensorEntry, positions: Places, values: Words) -> None:
+        """Prepare the changed values of one tensor. Nothing that the model uses changes before `commit`."""
+        for target in self._targets.get(entry.name, ()):
+            target.stage(positions, values)
+
+    def drop(self) -> None:
+        """Forget what is prepared."""
+        for target in self._every():
+            target.staged.clear()
+
+    def commit(self) -> None:
+        """Write what is prepared; the model must not be running."""
+        for target in self._every():
+            target.write()
+
+    def _every(self) -> Iterator[_Target]:
+        for targets in self._targets.values():
+            yield from targets
+
+
+def _sources(
+    model: Any, by_name: Mapping[str, TensorEntry]
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Parameter, tuple[str, ...]]]:
+    """Yield every parameter, in each layer that has it, with the tensors that lie in it, in the order of their rows.
+
+    Raises: UnpatchableError naming a parameter whose tensors are not known.
+    """
+    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    lent: dict[int, tuple[str, ...]] = {}
+    for path, layer in model.named_modules():
+        parent, _, own = path.rpartition(".")
+        for name, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            names: tuple[str, ...] = (f"{path}.{name}",)
+            if id(parameter) in lent:
+                names = lent[id(parameter)]
+            elif names[0] not in by_name and own in fused:
+                names = tuple(f"{parent}.{part}.{name}" for part in fused[own])
+            if missing := [part for part in names if part not in by_name]:
+                raise UnpatchableError(f"{path}.{name} of the engine's model has no tensor {missing[0]}")
+            lent[id(parameter)] = names
+            yield layer, parameter, names
+
+
+def _prove(layer: Any, parameter: torch.nn.Parameter, linear: PackedLinear, size: int, name: str) -> None:
+    x = torch.randn(_PROOF_ROWS, size).to(parameter.dtype)
+    found, wanted = linear(x, None, None), layer.cpu_linear(x, parameter, None)
+    if found.shape != wanted.shape or not (found - wanted).abs().max() <= _ROUNDING * wanted.abs().max():
+        raise UnpatchableError(f"{name} is packed otherwise than it was thought")
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
