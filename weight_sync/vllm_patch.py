@@ -61,8 +61,9 @@ class _Target:
 class Patch:
     """Writes deltas into one model, whose weights are those of the version that it was made from.
 
-    Making one gives the model's layers packed weights that can be written, of the values that they have.
-    Raises, when made: UnpatchableError; the layers keep what they have.
+    It is made from a shadow that holds a whole version, beside the model that runs. Once the two have been exchanged,
+    `take_over` gives the model's layers packed weights that can be written.
+    Raises, when made: UnpatchableError.
     """
 
     def __init__(self, model: Any, entries: Sequence[TensorEntry], tensor: Tensor, layouts: Layouts) -> None:
@@ -70,20 +71,32 @@ class Patch:
         self._targets: dict[str, list[_Target]] = {}
         by_name = {entry.name: entry for entry in entries}
         has_head = any(isinstance(layer, ParallelLMHead) for layer in model.modules())
-        packed: list[tuple[torch.nn.Module, PackedLinear]] = []
-        for layer, parameter, names in _sources(model, by_name):
+        self._linears: list[tuple[str, PackedLinear | None, int]] = []
+        """By the path of their layers, with the width of what they multiply; None where they multiply nothing."""
+        for path, layer, parameter, names in _sources(model, by_name):
             sources = [by_name[name] for name in names]
             if parameter.numel():
                 self._plain(parameter, sources, tensor)
             if "cpu_linear" in layer.__dict__ and parameter is layer._parameters.get("weight"):
                 if has_head and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
-                    packed.append((layer, _linear))  # type: ignore[arg-type]  # an input embedding multiplies nothing
+                    self._linears.append((path, None, 0))  # an input embedding
                 else:
-                    packed.append((layer, self._packed(layer, parameter, sources, tensor)))
+                    self._linears.append((path, *self._packed(parameter, sources, tensor)))
         if unplaced := by_name.keys() - self._targets.keys() - {_HEAD}:
             raise UnpatchableError(f"{sorted(unplaced)[0]} is in no parameter of the engine's model")
-        for layer, linear in packed:
-            layer.cpu_linear = linear
+
+    def take_over(self, model: Any) -> None:
+        """Give the layers of a model that holds the version the packed weights which can be written.
+
+        The model must not be running: vLLM's kernels, with which they are compared, share memory between calls.
+        Raises: UnpatchableError; the layers keep what they have.
+        """
+        layers = [(model.get_submodule(path), linear, width, path) for path, linear, width in self._linears]
+        for layer, linear, width, path in layers:
+            if linear is not None:
+                _prove(layer, linear, width, path)
+        for layer, linear, _, _ in layers:
+            layer.__dict__["cpu_linear"] = linear or torch.nn.functional.linear  # as vLLM's own, which is no submodule
 
     def _plain(self, parameter: torch.nn.Parameter, sources: Sequence[TensorEntry], tensor: Tensor) -> None:
         data, first = parameter.data, 0
@@ -100,8 +113,8 @@ class Patch:
             first += source.shape[0]
 
     def _packed(
-        self, layer: Any, parameter: torch.nn.Parameter, sources: Sequence[TensorEntry], tensor: Tensor
-    ) -> PackedLinear:
+        self, parameter: torch.nn.Parameter, sources: Sequence[TensorEntry], tensor: Tensor
+    ) -> tuple[PackedLinear, int]:
         parts = [parameter.data] if parameter.numel() else [tensor(source) for source in sources]
         weight = torch.cat(parts) if len(parts) > 1 else parts[0]
         if weight.dtype != parameter.dtype:
@@ -111,12 +124,11 @@ class Patch:
         except UnknownLayoutError as error:
             raise UnpatchableError(f"{sources[0].name}: {error}") from error
         linear = PackedLinear(weight)
-        _prove(layer, parameter, linear, weight.shape[1], sources[0].name)
         words, first = words_of(linear.packed), 0
         for source in sources:
             self._targets.setdefault(source.name, []).append(_Target(words, layout, first, linear.packed))
             first += source.shape[0]
-        return linear
+        return linear, weight.shape[1]
 
     def stage(self, entry: TensorEntry, positions: Places, values: Words) -> None:
         """Prepare the changed values of one tensor. Nothing that the model uses changes before `commit`."""
@@ -140,8 +152,8 @@ class Patch:
 
 def _sources(
     model: Any, by_name: Mapping[str, TensorEntry]
-) -> Iterator[tuple[torch.nn.Module, torch.nn.Parameter, tuple[str, ...]]]:
-    """Yield every parameter, in each layer that has it, with the tensors that lie in it, in the order of their rows.
+) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter, tuple[str, ...]]]:
+    """Yield every parameter in each layer that has it: the layer's path, it, and the tensors in it, in row order.
 
     Raises: UnpatchableError naming a parameter whose tensors are not known.
     """
@@ -160,18 +172,15 @@ def _sources(
             if missing := [part for part in names if part not in by_name]:
                 raise UnpatchableError(f"{path}.{name} of the engine's model has no tensor {missing[0]}")
             lent[id(parameter)] = names
-            yield layer, parameter, names
+            yield path, layer, parameter, names
 
 
-def _prove(layer: Any, parameter: torch.nn.Parameter, linear: PackedLinear, size: int, name: str) -> None:
-    x = torch.randn(_PROOF_ROWS, size).to(parameter.dtype)
-    found, wanted = linear(x, None, None), layer.cpu_linear(x, parameter, None)
+def _prove(layer: Any, linear: PackedLinear, width: int, path: str) -> None:
+    weight = layer._parameters["weight"]
+    x = torch.randn(_PROOF_ROWS, width).to(weight.dtype)
+    found, wanted = linear(x, None, None), layer.cpu_linear(x, weight, None)
     if found.shape != wanted.shape or not (found - wanted).abs().max() <= _ROUNDING * wanted.abs().max():
-        raise UnpatchableError(f"{name} is packed otherwise than it was thought")
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.nn.functional.linear(x, weight, bias)
+        raise UnpatchableError(f"{path} is packed otherwise than it was thought")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,7 @@ class Update:
             self.patch.commit()
         elif self._shadow is not None:
             self._shadow.exchange()
+            self._take_over()
         else:
             load_in_place(self._model, self._model_config, self._content.tensors(0, len(self._content)))
         self._seconds["commit"] = time.perf_counter() - started
@@ -148,6 +149,13 @@ class Update:
                 self._shadow.seal()
                 self._make_patch(self._shadow)
             self._is_whole = True
+
+    def _take_over(self) -> None:
+        if self.patch is not None:
+            try:
+                self.patch.take_over(self._model)
+            except UnpatchableError as error:
+                self.patch, self.unpatchable = None, str(error)
 
     def _make_patch(self, shadow: Shadow) -> None:
         """Make ready for deltas from this version on, where they are sent."""
