@@ -4,7 +4,8 @@ Engines are servers of the model, with the flags of a run. `requests` completion
 tokens are sent one by one, tells when no token came (every request of a server advances in the same decode step). The
 learner is a process of its own (`weight_sync_learner`), which does nothing but publish. Windows take turns, round by
 round: no sync; whole versions, one every second or as soon as the one before is in place; the same with deltas. A busy
-moment so meets all three, and a ratio is the median over rounds of the ratio within a round. At the end of the first
+moment so meets all three, and a ratio is the median over rounds of the ratio within a round. A window of deltas begins
+when a chain of them has begun, as it does once in a run. At the end of the first
 measurement an engine is drained, reloaded from disk by vLLM itself and resumed.
 
 The report, as `--json` writes it:
@@ -59,6 +60,7 @@ from asyncrl.bench.goals import Goal
 from asyncrl.bench.weight_sync_scene import Scene, WeightSyncBench, scene
 
 _THROUGHPUT_GOAL = 0.95
+_SYNCS_TO_BEGIN_A_CHAIN = 2  # a whole version, after those without deltas, and the first delta on top of it
 
 GOALS = (
     Goal(name="pause_over_copy", words="pause over a plain copy", limit=2.0, is_least=False),
@@ -114,6 +116,8 @@ async def _windows(
         report["num_bytes"] = copied["num_bytes"]
         for kind, sync in kinds.items():
             say(f"{where}, round {count} of {bench.rounds}: {kind}")
+            for _ in range(_SYNCS_TO_BEGIN_A_CHAIN if kind == "delta" else 0):
+                await stage.sync(delta=True)
             found[kind].append(await stage.window(bench.seconds, sync))
     return {
         kind: {
