@@ -127,7 +127,7 @@ def draw(report: Mapping[str, Any], picture: Path) -> None:
     """Write the picture: largest ratio of every step above, gradient norm below; a colour a bound, a style a loss."""
     from matplotlib.figure import Figure
 
-    from asyncrl.report.drawing import log_axis
+    from asyncrl.report.drawing import log_axis, steps_axis
 
     bounds = sorted({run["max_off_policyness"] for run in report["runs"]})
     losses = list(dict.fromkeys(run["loss"] for run in report["runs"]))
@@ -145,6 +145,6 @@ def draw(report: Mapping[str, Any], picture: Path) -> None:
         log_axis(panel)
         panel.set_title(title, loc="left", fontsize=10)
         panel.grid(alpha=0.3)
-    below.set_xlabel("optimizer step")
+    steps_axis(below, range(1, 1 + max(run["steps"] for run in report["runs"])))
     above.legend(fontsize=8, frameon=False)
     figure.savefig(picture)

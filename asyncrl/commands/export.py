@@ -22,7 +22,9 @@ from asyncrl.run_directory import RunDirectory
 
 HELP = "write a run's metrics for TensorBoard, Weights & Biases or trackio"
 
-_LOOK_EVERY_S = 2.0  # steps take seconds; what is written is for people to look at
+# Steps take seconds, and this is a program of its own. inotify was rejected: it says nothing of what another machine
+# writes to a shared file system, where runs may lie, so that looking again would be needed all the same.
+_LOOK_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
