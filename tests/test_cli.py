@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -394,6 +396,33 @@ def test_one_run_directory_has_one_orchestrator(config: Path, tmp_path: Path) ->
         with pytest.raises(ValueError, match="in use by another"), directory.locked():
             raise AssertionError("entered twice")
     assert not run_directory.is_running(directory)
+
+
+@pytest.mark.slow
+def test_a_killed_orchestrator_blocks_nobody_though_what_it_started_still_runs(config: Path, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    code = f"""
+import subprocess, sys
+from pathlib import Path
+from asyncrl import run_directory
+from asyncrl.configs import load_config
+directory = run_directory.RunDirectory(Path({str(directory.path)!r}))
+with run_directory.opened(directory, load_config(Path({str(config)!r}))):
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=sys.stdin)
+    print("locked", flush=True)
+    child.wait()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with holder.stdin, holder.stdout:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match="in use by another"), run_directory.opened(directory, load_config(config)):
+            raise AssertionError("entered twice")
+        holder.kill()
+        holder.wait()
+        with run_directory.opened(directory, load_config(config)):  # its child lives until the input is closed
+            assert run_directory.is_running(directory)
 
 
 def test_status_of_a_crashed_run_tells_what_is_known(
