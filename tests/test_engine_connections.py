@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+import httpx
 import pytest
 import trio
 import trio.testing
 
 from asyncrl.engines.connections import ConnectionFault, Connections
+from asyncrl.engines.control import ControlRoutes
 
 _CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -192,5 +194,16 @@ def test_a_server_without_an_address_cannot_be_asked() -> None:
     async def main() -> None:
         with pytest.raises(ConnectionFault, match="names no host"):
             await lines_of(Connections("", max_idle=1))
+
+    trio.run(main)
+
+
+def test_a_server_that_is_no_longer_spoken_to_says_nothing_of_itself() -> None:
+    """Kills: a run that ends with a traceback because its metrics were read while its engines were closed."""
+
+    async def main() -> None:
+        client = httpx.AsyncClient()
+        await client.aclose()
+        assert await ControlRoutes("engine 0", "http://127.0.0.1:1", client).metrics() == ""
 
     trio.run(main)

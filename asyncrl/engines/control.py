@@ -54,6 +54,8 @@ class ControlRoutes:
 
     async def metrics(self) -> str:
         """Return the server's own metrics in Prometheus' text form; empty where they cannot be had."""
+        if self._client.is_closed:  # who watches a run asks until the very end, and while a server is replaced
+            return ""
         try:
             response = await self._client.get("/metrics")
         except httpx.HTTPError:
