@@ -88,7 +88,7 @@ class Patch:
     def take_over(self, model: Any) -> None:
         """Give the layers of a model that holds the version the packed weights which can be written.
 
-        The model must not be running: vLLM's kernels, with which they are compared, share memory between calls.
+        The model must not be running: beside it vLLM's kernel, which they are compared with, errs at times.
         Raises: UnpatchableError; the layers keep what they have.
         """
         layers = [(model.get_submodule(path), linear, width, path) for path, linear, width in self._linears]
