@@ -14,6 +14,7 @@ from asyncrl.engines import Canary, EnginePool, EngineSettings, StartServer, VLL
 from asyncrl.errors import EngineError
 from asyncrl.protocols import SyncReport, Watch
 from asyncrl.run_directory import RunDirectory
+from asyncrl.sandbox.access import read_token
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Completion, PolicyVersion, TokenIds, WeightManifest
 
@@ -62,7 +63,11 @@ class NoEngines:
 def engine_clients(
     config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion, canary: Canary | None = None
 ) -> Callable[[str, str], VLLMEngine]:
-    """Return what makes the client of a run's server, by its name and URL; nobody is asked."""
+    """Return what makes the client of a run's server, by its name and URL; nobody is asked.
+
+    Raises: ConfigError where the token's file cannot be read.
+    """
+    token = read_token(config.engine.token_file, where="[engine]") if config.engine.token_file else ""
 
     def make(name: str, url: str) -> VLLMEngine:
         return VLLMEngine(
@@ -74,6 +79,7 @@ def engine_clients(
             run_id=run_id,
             version=version,
             canary=canary,
+            token=token,
         )
 
     return make

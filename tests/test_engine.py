@@ -58,6 +58,8 @@ class Script:
 
     answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    shown: set[bytes] = field(default_factory=set)
+    """The keys that came with what was asked; b"" for none."""
     hold: trio.Event | None = None
     """Where set, generation waits for it after its headers."""
     dies: bool = False
@@ -77,6 +79,10 @@ async def _serve(script: Script, stream: trio.SocketStream) -> None:
             if found and len(body) >= sum(lengths):
                 path = head.split()[1].decode()
                 script.asked.append((path, json.loads(body) if body else {}))
+                keys = [
+                    line.partition(b": ")[2] for line in head.split(b"\r\n") if line[:14].lower() == b"authorization:"
+                ]
+                script.shown |= {*keys} or {b""}
                 status, answer = script.answer(path.partition("?")[0])
                 hold = script.hold  # now: what it is may go by the path
                 length = f"Content-Length: {len(answer) + 1}\r\n" if script.dies else ""
@@ -91,14 +97,17 @@ async def _serve(script: Script, stream: trio.SocketStream) -> None:
 
 
 @asynccontextmanager
-async def scripted(script: Script, canary: Canary | None = None, **changes: Any) -> AsyncIterator[VLLMEngine]:
+async def scripted(
+    script: Script, canary: Canary | None = None, token: str = "", **changes: Any
+) -> AsyncIterator[VLLMEngine]:
     """Yield a client of a server that answers by the script."""
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio.serve_tcp, partial(_serve, script), 0, host="127.0.0.1"))
         port = listeners[0].socket.getsockname()[1]
         settings = EngineSettings(max_model_len=64, **{"max_num_seqs": 2, **changes})
         url, sampling = f"http://127.0.0.1:{port}", SamplingSettings()
-        async with VLLMEngine("engine-0", url, settings, sampling, end_token_ids=(2,), canary=canary) as engine:
+        engine = VLLMEngine("engine-0", url, settings, sampling, end_token_ids=(2,), canary=canary, token=token)
+        async with engine:
             yield engine
         nursery.cancel_scope.cancel()
 
@@ -219,6 +228,26 @@ def test_a_server_without_what_a_run_needs_is_refused_with_the_flag(path: str, f
             await engine.wait_healthy(5)
 
     run(Script(answers={path: (404, b"no such route")}), body)
+
+
+def test_a_server_that_asks_for_another_token_is_refused_at_once() -> None:
+    async def body(engine: VLLMEngine) -> None:
+        with pytest.raises(EngineError, match=r"engine-0 at http.* asks for another token \(token_file, \[engine\]\)"):
+            await engine.wait_healthy(5)
+
+    run(Script(answers={"/health": (401, b"the engine's token is missing or wrong")}), body)
+
+
+@pytest.mark.parametrize(("token", "shown"), [("secret", b"Bearer secret"), ("", b"")])
+def test_a_servers_token_goes_with_everything_that_is_asked_of_it(token: str, shown: bytes) -> None:
+    async def body(engine: VLLMEngine) -> None:
+        await engine.wait_healthy(5)
+        await sample(engine)
+
+    script = Script(answers={GENERATE: (200, GOOD)})
+    run(script, body, token=token)
+    assert {"/health", "/resume", GENERATE} <= {path for path, _ in script.asked}
+    assert script.shown == {shown}
 
 
 def test_a_request_that_takes_too_long_ends_with_the_setting_and_frees_its_place() -> None:

@@ -31,6 +31,7 @@ def test_sampling_that_would_bias_the_ratio_is_refused_with_the_reason(settings:
     ("settings", "words"),
     [
         ({"urls": ("localhost:8000",)}, r"urls must begin with http:// or https://, got 'localhost:8000'"),
+        ({"token_file": "t"}, r"token_file is of servers that urls name, and none are named; got 't'"),
         ({"port": 70000}, "port must be from 0 to 65535, got 70000"),
         ({"port": 65535, "count": 2}, "port must be from 0 to 65534, got 65535"),
         ({"count": 0}, "count must be from 1 to 1024, got 0"),
@@ -50,6 +51,7 @@ def test_sampling_that_would_bias_the_ratio_is_refused_with_the_reason(settings:
         ({"request_timeout_s": 0.0}, r"request_timeout_s must be > 0 seconds, got 0\.0"),
         ({"dtype": "int4"}, "dtype must be one of bfloat16, float16, float32, auto, got 'int4'"),
         ({"extra": {"seed": 1}}, r"extra may not set seed \(\[engine\]\); \[run\] seed"),
+        ({"extra": {"middleware": "a.b"}}, "extra may not set middleware.*it guards the routes"),
         ({"extra": {"logprobs-mode": "raw_logprobs"}}, "extra may not set logprobs-mode.*ratios need"),
     ],
 )

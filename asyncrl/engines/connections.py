@@ -37,15 +37,17 @@ class Connections:
         ...         print(answer.status, lines)
     """
 
-    def __init__(self, url: str, *, max_idle: int) -> None:
-        """`url` is empty where there is no server yet. Of idle connections `max_idle` are kept."""
+    def __init__(self, url: str, *, max_idle: int, token: str = "") -> None:
+        """`url` is empty where there is no server yet. Of idle connections `max_idle` are kept. `token` is shown."""
         place = urlsplit(url)
         self._host = place.hostname
         self._ssl = ssl.create_default_context() if place.scheme == "https" else None
         self._port = place.port or (443 if self._ssl else 80)
         self._prefix = place.path.rstrip("/")
         self._headers = [("host", place.netloc.rpartition("@")[2]), ("content-type", "application/json")]
-        if place.username is not None:
+        if token:
+            self._headers.append(("authorization", f"Bearer {token}"))
+        elif place.username is not None:
             secret = f"{unquote(place.username)}:{unquote(place.password or '')}".encode()
             self._headers.append(("authorization", f"Basic {base64.b64encode(secret).decode()}"))
         self._max_idle = max_idle

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import trio
 
 from asyncrl.engines.answers import Answer
@@ -27,6 +30,23 @@ class Request:
         """Whether it is to end with what was shown."""
         self.cut_at: PolicyVersion | None = None
         """The version whose tokens must not be kept."""
+
+
+def sampling_params(
+    temperature: float, max_tokens: int, *, stop_token_ids: Sequence[int], stream_interval: int
+) -> dict[str, Any]:
+    """Return how a server is to sample: one distribution, nothing cut off, each token with its log-prob."""
+    return {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "logprobs": 0,
+        "ignore_eos": True,  # the end tokens are those given here, whatever the model's files say
+        "stop_token_ids": list(stop_token_ids),
+        "detokenize": False,
+        "stream_interval": stream_interval,
+    }
 
 
 class Probation:

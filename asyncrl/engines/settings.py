@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from asyncrl.engine_door import TOKEN_VARIABLE, TokenDoor
 from asyncrl.errors import ConfigError
 from asyncrl.weight_sync.plugin import BACKEND
 from asyncrl.weight_sync.vllm_labels import SWITCH
@@ -28,12 +29,15 @@ class KVOnSync(StrEnum):
     """Running requests end under the old weights before the swap; the engine drains at every sync."""
 
 
+LOOPBACK = "127.0.0.1"
+
 _DTYPES = ("bfloat16", "float16", "float32", "auto")
 
 _OURS = {
     "model": "the model of the run",
     "port": "[engine] port",
-    "host": "fixed: the server's developer routes must not leave this machine",
+    "host": "fixed: the server's developer routes leave this machine behind a token only",
+    "middleware": "fixed: it guards the routes of a server that other machines can reach",
     "max_model_len": "[engine] max_model_len",
     "max_num_seqs": "[engine] max_num_seqs",
     "dtype": "[engine] dtype",
@@ -91,6 +95,9 @@ class EngineSettings:
 
     urls: tuple[str, ...] = ()
     """Servers that run already; empty to have `count` started here. They need the flags and variables of `command`."""
+    token_file: str = ""
+    """A file that holds the token which the servers of `urls` ask for (`asyncrl.engine_door`); empty where they ask for
+    none."""
     count: int = 1
     """Servers that are started here."""
     devices: tuple[str, ...] = ()
@@ -138,6 +145,10 @@ class EngineSettings:
         _in_range("port", self.port, 0, 65536 - self.count)
         _in_range("restarts", self.restarts, 0, 2**16)
         _in_range("stream_interval", self.stream_interval, 1, 2**16)
+        if self.token_file and not self.urls:
+            raise ConfigError(
+                f"token_file is of servers that urls name, and none are named; got {self.token_file!r} ([engine])"
+            )
         if self.urls and self.count > 1:
             raise ConfigError(f"count must be 1 where urls name the servers, got {self.count} ([engine])")
         if self.devices and len(self.devices) != self.count:
@@ -171,17 +182,26 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
 
 
 def command(
-    settings: EngineSettings, model_directory: str, port: int, *, seed: int = 0, index: int = 0
+    settings: EngineSettings,
+    model_directory: str,
+    port: int,
+    *,
+    seed: int = 0,
+    index: int = 0,
+    host: str = LOOPBACK,
+    token: str = "",
 ) -> tuple[list[str], dict[str, str]]:
     """Return the argv of a stock vLLM server, and what to add to the environment it is started with.
 
     `index` counts the servers of one run. `seed` must be another one for each, or they sample the same.
 
-    The module form is used because the console script of the CPU build fails; both are the same server. The server
-    listens on 127.0.0.1 only: its developer routes (pause, weights) have no other protection.
+    The module form is used because the console script of the CPU build fails; both are the same server. Its developer
+    routes (pause, weights) have no protection of their own: it listens where only this machine reaches it, or all of
+    its routes ask for `token`.
     """
+    assert token or host == LOOPBACK, "a server that others can reach needs a token"
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    argv += ["--model", model_directory, "--host", "127.0.0.1", "--port", str(port)]
+    argv += ["--model", model_directory, "--host", host, "--port", str(port)]
     argv += ["--dtype", settings.dtype, "--seed", str(seed)]
     argv += ["--max-model-len", str(settings.max_model_len)]
     argv += ["--max-num-seqs", str(settings.max_num_seqs + 1)]  # one for the canary, which must not wait for a place
@@ -194,6 +214,8 @@ def command(
     argv += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     argv += ["--worker-extension-cls", "asyncrl.weight_sync.vllm_engine.WorkerReport"]
     argv += ["--disable-uvicorn-access-log"]
+    if token:
+        argv += ["--middleware", f"{TokenDoor.__module__}.{TokenDoor.__qualname__}"]
     for name, value in settings.extra.items():
         argv += _argument(name, value)
     environment = {
@@ -213,6 +235,8 @@ def command(
         # no shared-memory files that a kill would leave behind. Tensor-parallel engines have workers all the same
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    if token:
+        environment[TOKEN_VARIABLE] = token
     if settings.devices:
         environment["CUDA_VISIBLE_DEVICES"] = settings.devices[index]
     return argv, environment

@@ -38,7 +38,7 @@ from asyncrl.engines.control import REPORT, ControlRoutes, held_versions
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
 from asyncrl.engines.pace import Pace
-from asyncrl.engines.requests import Probation, Request
+from asyncrl.engines.requests import Probation, Request, sampling_params
 from asyncrl.engines.settings import EngineSettings, KVOnSync, SamplingSettings
 from asyncrl.engines.sync import Sync
 from asyncrl.errors import EngineError, WeightMismatch, WeightSyncError
@@ -75,7 +75,9 @@ class VLLMEngine:
         run_id: str = "run",
         version: PolicyVersion = 0,
         canary: Canary | None = None,
+        token: str = "",
     ) -> None:
+        """`token` is what the server asks for on every route; empty where it asks for none."""
         self.name = name
         self.version = version
         """What the server's weights are called; `version` is what it was started with."""
@@ -83,6 +85,7 @@ class VLLMEngine:
         self._sampling = sampling
         self._end_token_ids = tuple(end_token_ids)
         self._run_id = run_id
+        self._token = token
         self._canary = canary
         self._canary_distance: float | None = None
         self._probation: Probation | None = None
@@ -99,10 +102,11 @@ class VLLMEngine:
 
     def _speak_to(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._connections = Connections(self.url, max_idle=self._settings.max_num_seqs)
+        self._connections = Connections(self.url, max_idle=self._settings.max_num_seqs, token=self._token)
         # each asked by itself, and seldom; no proxies: the server is on this host or on the cluster's own network
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._client = httpx.AsyncClient(base_url=self.url, timeout=None, limits=limits, trust_env=False)
+        shown = {"Authorization": f"Bearer {self._token}"} if self._token else None
+        self._client = httpx.AsyncClient(base_url=self.url, headers=shown, timeout=None, limits=limits, trust_env=False)
         self.control = ControlRoutes(self.name, self.url, self._client)
 
     async def __aenter__(self) -> VLLMEngine:
@@ -166,7 +170,7 @@ class VLLMEngine:
     async def wait_healthy(self, timeout_s: float) -> None:
         """Return when the server answers and has what a run needs; new to the run, its weights are labelled `version`.
 
-        Raises: EngineError when it does not answer in time, or naming the flag that it was started without.
+        Raises: EngineError when it does not answer in time, asks for another token, or naming the flag that it lacks.
         """
         last = "nothing listens there"
         with trio.move_on_after(timeout_s):
@@ -177,6 +181,8 @@ class VLLMEngine:
                         if not self._is_ours(await self.control.reports()):
                             await self._attach()
                         return
+                    if response.status_code == 401:
+                        raise EngineError(f"{self.name} at {self.url} asks for another token (token_file, [engine])")
                     last = f"/health answers {response.status_code}"
                 except httpx.TransportError as error:
                     last = str(error) or type(error).__name__
@@ -259,17 +265,9 @@ class VLLMEngine:
             "token_ids": list(context),
             "stream": True,
             "cache_salt": f"version {self.version}, load {self._loads}",
-            "sampling_params": {
-                "max_tokens": max_tokens,
-                "temperature": self._sampling.temperature,
-                "top_p": 1.0,
-                "top_k": 0,
-                "logprobs": 0,
-                "ignore_eos": True,  # the end tokens are those given here, whatever the model's files say
-                "stop_token_ids": list(stop_token_ids),
-                "detokenize": False,
-                "stream_interval": stream_interval,
-            },
+            "sampling_params": sampling_params(
+                self._sampling.temperature, max_tokens, stop_token_ids=stop_token_ids, stream_interval=stream_interval
+            ),
         }
 
     async def _ask(self, draft: Draft, max_tokens: int) -> None:
