@@ -28,7 +28,13 @@ _HERE_ALONE = MappingProxyType({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME"
 
 
 async def start_learner_processes(
-    settings_path: Path, *, ranks: int, run_id: str, published: Sequence[str], stack: AsyncExitStack
+    settings_path: Path,
+    *,
+    ranks: int,
+    run_id: str,
+    published: Sequence[str],
+    stack: AsyncExitStack,
+    own_cores: bool = False,
 ) -> tuple[list[Child], socket.socket]:
     """Return the processes, the first rank's first, and the socket to it; `stack` ends them. They do not answer yet.
 
@@ -41,6 +47,8 @@ async def start_learner_processes(
     with theirs:
         for rank in range(ranks):
             command = [sys.executable, "-m", "asyncrl.learner", "--settings", str(settings_path)]
+            if own_cores:
+                command.append("--own-cores")
             if rank == 0:
                 command += ["--fd", str(theirs.fileno())]
             if ranks > 1:
@@ -58,12 +66,15 @@ async def start_learner_processes(
     return children, ours
 
 
-async def accept_learner(settings_path: Path, *, ranks: int, say: Callable[[str], None]) -> socket.socket:
+async def accept_learner(
+    settings_path: Path, *, ranks: int, say: Callable[[str], None], own_cores: bool = False
+) -> socket.socket:
     """Say what starts the ranks by hand, and return the connection of the first once it is there."""
     path = settings_path.with_suffix(".socket").absolute()
     command = [
         *("torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "asyncrl.learner"),
         *("--connect", str(path), "--settings", str(settings_path.absolute())),
+        *(["--own-cores"] if own_cores else []),
     ]
     path.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)

@@ -307,7 +307,9 @@ async def _start_learner(
     place = config.weight_sync.directory if config.weight_sync.transport == "filesystem" else SHARED_MEMORY_DIRECTORY
     processes: list[Child] = []
     if config.learner.start == "by_hand":
-        ours = await accept_learner(settings_path, ranks=config.learner.ranks, say=say)
+        ours = await accept_learner(
+            settings_path, ranks=config.learner.ranks, say=say, own_cores=config.learner.own_cores
+        )
     else:
         processes, ours = await start_learner_processes(
             settings_path,
@@ -315,6 +317,7 @@ async def _start_learner(
             run_id=run_id,
             published=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
             stack=stack,
+            own_cores=config.learner.own_cores,
         )
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
     stack.push_async_callback(stream.aclose)

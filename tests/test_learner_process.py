@@ -148,6 +148,17 @@ def test_a_model_without_weights_is_named_before_the_first_message(tmp_path: Pat
     assert "no weights" in failure.message
 
 
+@pytest.mark.parametrize(("flags", "looks"), [([], "0"), (["--own-cores"], "2000")])
+def test_how_threads_wait_reaches_the_openmp_that_torch_loads(tmp_path: Path, flags: list[str], looks: str) -> None:
+    command = [sys.executable, "-m", "asyncrl.learner", "--settings", str(tmp_path / "missing.json"), *flags]
+    openmp = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    shown = subprocess.run(
+        command, env={**openmp, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, timeout=_TIMEOUT_S
+    ).stderr
+    assert f"GOMP_SPINCOUNT = '{looks}'" in shown
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in shown
+
+
 def test_a_job_file_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"model": "m", "run_id": "r", "temprature": 1.0}))

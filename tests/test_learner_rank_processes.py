@@ -122,7 +122,7 @@ def test_ranks_that_torchrun_starts_by_hand_find_the_run_that_waits(model: Path,
                     command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(words.split(": ")[1])[1:]]
                     nursery.start_soon(partial(trio.run_process, command))
 
-                ours = await accept_learner(settings, ranks=2, say=start)
+                ours = await accept_learner(settings, ranks=2, say=start, own_cores=True)
                 async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream:
                     learner = LearnerProcess(stream, None)
                     await learner.wait_ready(0)
@@ -131,6 +131,7 @@ def test_ranks_that_torchrun_starts_by_hand_find_the_run_that_waits(model: Path,
 
     trio.run(main)  # torchrun's exit code is 0, or run_process raises
     assert "torchrun --standalone --nproc-per-node 2 -m asyncrl.learner" in said[0]
+    assert said[0].endswith(" --own-cores")
     assert [path.name for path in folder.rglob("*.socket")] == []
 
 

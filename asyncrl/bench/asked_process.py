@@ -20,7 +20,7 @@ import trio
 
 from asyncrl.children import last_lines
 from asyncrl.errors import AsyncRLError
-from asyncrl.learner.environment import ENVIRONMENT
+from asyncrl.learner.environment import thread_environment
 
 Report = dict[str, Any]
 
@@ -61,7 +61,13 @@ class AskedProcess:
 
 @contextlib.asynccontextmanager
 async def asked_process(
-    name: str, module: str, job: Mapping[str, Any], *, directory: Path, limit_s: float = math.inf
+    name: str,
+    module: str,
+    job: Mapping[str, Any],
+    *,
+    directory: Path,
+    limit_s: float = math.inf,
+    own_cores: bool = False,
 ) -> AsyncIterator[AskedProcess]:
     """Run a module with a job, with the environment of a learner process, and yield once it is ready.
 
@@ -75,7 +81,7 @@ async def asked_process(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**ENVIRONMENT, **os.environ},
+            env={**thread_environment(own_cores=own_cores), **os.environ},
         )
     assert process.stdin is not None
     assert process.stdout is not None

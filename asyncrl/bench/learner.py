@@ -2,9 +2,9 @@
 
 Each variant lives in a process of its own. They take turns, round by round, on the same batch, so that a busy moment
 meets all of them; a ratio is the median over rounds of the ratio within a round. All processes have the same threads
-and the environment of a learner process. A peak is the process's largest resident memory during its first pass, above
-what it held with model and gradients loaded. Padding brings a few sequences to one length that together have about as
-many real tokens as a microbatch of the learner.
+and, since one computes at a time, the environment of a learner process with `own_cores = true`. A peak is the process's
+largest resident memory during its first pass, above what it held with model and gradients loaded. Padding brings a few
+sequences to one length that together have about as many real tokens as a microbatch of the learner.
 
 The report, as `--json` writes it:
 
@@ -89,7 +89,7 @@ def _worker(
 ) -> contextlib.AbstractAsyncContextManager[AskedProcess]:
     say(f"loading the model: {kind}")
     job = {"kind": kind, "bench": {**asdict(bench), "model": str(bench.model)}}
-    return asked_process(kind, "asyncrl.bench.learner_worker", job, directory=scratch)
+    return asked_process(kind, "asyncrl.bench.learner_worker", job, directory=scratch, own_cores=True)
 
 
 async def _rounds(

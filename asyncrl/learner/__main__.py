@@ -28,8 +28,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rendezvous", default="", help="init_method of torch.distributed")
     parser.add_argument("--connect", type=Path, help="socket of the orchestrator, where torchrun starts the ranks")
+    parser.add_argument("--own-cores", action="store_true", help="nothing else computes on the cores of its threads")
     arguments = parser.parse_args()
-    set_environment()
+    set_environment(own_cores=arguments.own_cores)
 
     from asyncrl.learner.process import exit_on_terminate, serve
     from asyncrl.learner.ranks import Place

@@ -102,6 +102,10 @@ class LearnerSettings:
     with `torchrun` they may be on several hosts, which share the run directory, the first rank on this one."""
     threads: int = 0
     """CPU threads of each rank; 0 takes one a core, shared among ranks."""
+    own_cores: bool = False
+    """Whether nothing else computes on the cores of its threads: engines on GPUs, on other hosts, or with `threads`
+    that leave those cores free. Threads then wait for each other awake for some microseconds, which makes a step on a
+    CPU up to a fifth faster; where cores are shared it makes steps and generation slower."""
     device: str = "auto"
     """"auto" takes CUDA where there is one."""
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
