@@ -15,6 +15,7 @@ from asyncrl.demonstrations import Demonstrations, read_demonstrations
 from asyncrl.environments import load_environment, resolve_options
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.learner.critic_settings import check_critic
+from asyncrl.learner.lora_settings import check_lora
 from asyncrl.learner.vocabulary import check_same_vocabulary
 from asyncrl.sandbox import open_backend
 from asyncrl.tokens import ChatRenderer
@@ -28,6 +29,7 @@ def preflight(config: Config) -> None:
     """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing that stays."""
     check_model(config.model.path)
     check_critic(config.learner.critic, config.model.path)
+    check_lora(config.learner.lora, config.model.path)
     for section, settings in (
         ("learner.teacher", config.learner.teacher),
         ("learner.reference", config.learner.reference),

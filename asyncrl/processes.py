@@ -150,8 +150,9 @@ async def open_parts(
     `say` hears what is being started, `note_sandbox` what happens in sandboxes (`MeteredBackend`).
     Raises (in an exception group) EngineError, LearnerError, SandboxError.
     """
-    model = checkpoint.model_directory if checkpoint else config.model.path
     version = checkpoint.version if checkpoint else 0
+    whole = checkpoint is not None and not config.learner.lora.enabled  # an adapter alone is no model to start from
+    model = checkpoint.model_directory if checkpoint and whole else config.model.path
     for path in remove_stale():
         say(f"removed {path}, left by a run that was killed")
     run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
@@ -169,11 +170,11 @@ async def open_parts(
         learner = await _start_learner(config, directory, checkpoint, run_id, canary, stack, children, say)
         async with _watched(children), trio.open_nursery() as services:
             async with trio.open_nursery() as starting:
-                starts = engine_starts(config, directory, model, version)
+                starts = engine_starts(config, directory, model, version if whole else 0)
                 starting.start_soon(services.start, partial(pool.serve, starts, say=say))
                 starting.start_soon(learner.wait_ready, version)
             say(f"the learner computes on {learner.computes_on}")
-            if config.samples and config.engine.urls:  # servers that ran before hold whatever they held
+            if config.samples and (config.engine.urls or (checkpoint and not whole)):  # they hold something else
                 await pool.pull_all(await learner.publish())
             if canary is not None and isinstance(pool, EnginePool):
                 await pool.learn_canary(canary, learner.canary_logprobs)

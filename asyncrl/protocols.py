@@ -541,11 +541,17 @@ class WeightPublisher(Protocol):
     """The learner's half of a transport: makes a version of the weights available."""
 
     def publish(
-        self, tensors: Mapping[str, Any], version: PolicyVersion, *, keep: Collection[PolicyVersion] = ()
+        self,
+        tensors: Mapping[str, Any],
+        version: PolicyVersion,
+        *,
+        keep: Collection[PolicyVersion] = (),
+        adapter_scale: float | None = None,
     ) -> WeightManifest:
         """Make `tensors` (name -> torch.Tensor, in the engine's dtype) available and return the manifest.
 
-        What was published before may go, but for what is in `keep`: it is being read.
+        What was published before may go, but for what is in `keep`: it is being read. With an `adapter_scale` they are
+        the factors of an adapter alone.
         """
         ...
 

@@ -96,7 +96,12 @@ class NcclPublisher:
         self._version: PolicyVersion | None = None
 
     def publish(
-        self, tensors: Mapping[str, Any], version: PolicyVersion, *, keep: Collection[PolicyVersion] = ()
+        self,
+        tensors: Mapping[str, Any],
+        version: PolicyVersion,
+        *,
+        keep: Collection[PolicyVersion] = (),
+        adapter_scale: float | None = None,
     ) -> WeightManifest:
         """Send `tensors` (name -> torch.Tensor) to every engine, compare what each holds, and return the manifest.
 
@@ -110,6 +115,8 @@ class NcclPublisher:
             raise WeightSyncError(f"the publisher of run {self.run_id} is closed")
         if self._version is not None and version <= self._version:
             raise WeightSyncError(f"version {version} was published after version {self._version}")
+        if adapter_scale is not None:
+            raise WeightSyncError("the nccl transport sends whole models, and no adapter alone")
         self._source.take(tensors)
         self._engines.version = version
         if self._trainer is None:

@@ -1,6 +1,7 @@
 """The learner's part of a checkpoint directory, fsynced file by file.
 
-model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is
+model/     config.json, model.safetensors, tokenizer and chat template: transformers and vLLM load it as it is;
+           where adapters are trained adapter_config.json and adapter_model.safetensors, as peft and vLLM load them
 learner/   optimizer.safetensors (float32 masters and moments; of several ranks `optimizer/`, see `sharded_checkpoint`),
            rng.safetensors, state.json (version, counts of updates, what adapts from step to step); teacher.safetensors
            where the teacher is an average of the policy's weights; critic.safetensors where there is a critic (its own
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,21 +27,19 @@ from safetensors.torch import load_file, save_file
 from asyncrl.errors import CheckpointError, WeightSyncError
 from asyncrl.learner import sharded_checkpoint
 from asyncrl.learner.critic import Critic
+from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.types import PolicyVersion
 
 MODEL = "model"
 LEARNER = "learner"
-_WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _RANDOM = "rng.safetensors"
 _TEACHER = "teacher.safetensors"
 _CRITIC = "critic.safetensors"
 _STATE = "state.json"
 _FORMAT = 1
-_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-"""Of the model directory everything else is copied: configuration, tokenizer, chat template, license."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +59,15 @@ class LearnerState:
     critic: Mapping[str, Any] = field(default_factory=dict)
     """What `Critic.state` returned; empty where there was none."""
     critic_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """What `PolicyModel.description` returned; empty where the whole model is trained."""
 
 
 def save(
     directory: Path,
     *,
     source: Path,
+    policy: PolicyModel,
     weights: Mapping[str, torch.Tensor],
     optimizer: Optimizer,
     version: PolicyVersion,
@@ -78,32 +79,32 @@ def save(
 ) -> dict[str, int]:
     """Write model and learner below `directory`; return file name -> bytes once all of it is on the disk.
 
-    source: the model directory whose configuration and tokenizer are copied. weights: as published to the engines, in
-    `cast_to` where that is given. All `ranks` call it at once; the first writes what is not sharded.
+    source: the model directory whose configuration and tokenizer are copied. weights: the `policy`'s, as published to
+    the engines, in `cast_to` where that is given. All `ranks` call it at once; the first writes what is not sharded.
     Raises: CheckpointError naming the file that could not be written.
     """
     model, learner = directory / MODEL, directory / LEARNER
+    weights_path = model / policy.weights_file
     try:
         if ranks.is_first:
             model.mkdir()
             learner.mkdir()
-            for path in sorted(source.iterdir()):
-                if path.is_file() and not path.name.endswith(_NOT_COPIED):
-                    shutil.copyfile(path, model / path.name)
+            policy.write_config(model, source)
         ranks.wait_all()
         if ranks.count > 1:
-            sharded_checkpoint.write_model(weights, model / _WEIGHTS, cast_to, is_first=ranks.is_first)
+            sharded_checkpoint.write_model(weights, weights_path, cast_to, is_first=ranks.is_first)
             sharded_checkpoint.write_state(optimizer.state(), learner, ranks)
         if not ranks.is_first:
             return {}
         if ranks.count == 1:
-            _save_tensors(weights, model / _WEIGHTS)
+            _save_tensors(weights, weights_path)
             _save_tensors(optimizer.state(), learner / _OPTIMIZER)
         _save_tensors(_random_state(), learner / _RANDOM)
         if teacher:
             _save_tensors(teacher, learner / _TEACHER)
         state: dict[str, Any] = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
         state |= {"warm_updates": optimizer.warm_updates, "adapted": dict(adapted), "teacher": bool(teacher)}
+        state["lora"] = policy.description()
         if critic is not None:
             state["critic"] = critic.state()
             _save_tensors(critic.tensors(), learner / _CRITIC)
@@ -138,6 +139,7 @@ def load(directory: Path, *, ranks: Ranks = ALONE) -> LearnerState:
         adapted=state.get("adapted", {}),
         teacher=_load_tensors(learner / _TEACHER, directory) if state.get("teacher") else {},
         critic=state.get("critic", {}),
+        lora=state.get("lora", {}),
         critic_tensors=_load_tensors(learner / _CRITIC, directory) if "critic" in state else {},
     )
 
@@ -153,11 +155,6 @@ def restore_optimizer(optimizer: Optimizer, state: LearnerState, directory: Path
         blank = optimizer.blank_state(moments=state.updates > 0)
         found = sharded_checkpoint.read_state(blank, directory / LEARNER, ranks)
     optimizer.restore(found, updates=state.updates, warm_updates=state.warm_updates)
-
-
-def load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the model's tensors of a checkpoint by name. Raises: CheckpointError."""
-    return _load_tensors(directory / MODEL / _WEIGHTS, directory)
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:

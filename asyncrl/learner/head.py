@@ -96,10 +96,11 @@ class _Head(torch.autograd.Function):
         factored = (hidden * factor).to(hidden.dtype)
         shifted = with_columns(hidden, log_total * -ctx.temperature)
         grad_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
-        grad_weight = torch.empty_like(weight)
+        trained = ctx.needs_input_grad[1]  # not of a frozen model: a third of the arithmetic here
+        grad_weight = torch.empty_like(weight) if trained else None
         for words in _tiles(len(weight), _BACKWARD_TILE):
             words_V = with_columns(weight[words], None)
-            grad_words = torch.zeros(weight[words].shape, dtype=wide, device=weight.device)
+            grad_words = torch.zeros(weight[words].shape if trained else (), dtype=wide, device=weight.device)
             for rows in _tiles(len(hidden), _BACKWARD_TILE):
                 tile = torch.nn.functional.linear(shifted[rows], words_V)  # log p
                 if ctx.temperature != 1.0:
@@ -116,8 +117,10 @@ class _Head(torch.autograd.Function):
                     pull[at, place] -= grad[rows][at]
                     tile = pull.to(hidden.dtype)
                 grad_hidden[rows] += tile @ weight[words]
-                grad_words += tile.T @ factored[rows]
-            grad_weight[words] = grad_words
+                if trained:
+                    grad_words += tile.T @ factored[rows]
+            if grad_weight is not None:
+                grad_weight[words] = grad_words
         return grad_hidden.mul_(factor).to(hidden.dtype), grad_weight, None, None, None
 
 

@@ -6,6 +6,7 @@ sliding windows or soft-capped logits is refused, because the tree attention and
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,23 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner import norm
 from asyncrl.learner.attention_kinds import choose, register
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.packing import Microbatch, nothing, to_device, unpack
+
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+"""Of the model directory everything else is copied: configuration, tokenizer, chat template, license."""
 
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "logit_scale")
 
 
 class PolicyModel:
     """A causal language model in one dtype on one device."""
+
+    weights_file = "model.safetensors"
+    """What a checkpoint calls the file of `tensors`."""
 
     def __init__(self, model: torch.nn.Module, *, temperature: float, head_dtype: torch.dtype | None) -> None:
         self.model = model
@@ -47,6 +54,11 @@ class PolicyModel:
         return self._head_dtype or self.head.dtype
 
     @property
+    def adapter_scale(self) -> float | None:
+        """What the product of an adapter's factors is multiplied by, where `tensors` are those (`lora`)."""
+        return None
+
+    @property
     def num_parameters(self) -> int:
         """Trained numbers; tied embeddings count once."""
         return sum(p.numel() for p in self.model.parameters())
@@ -54,6 +66,33 @@ class PolicyModel:
     def at(self, *, temperature: float, head_dtype: torch.dtype | None) -> PolicyModel:
         """Return the same weights with another head."""
         return type(self)(self.model, temperature=temperature, head_dtype=head_dtype)
+
+    def write_config(self, directory: Path, source: Path) -> None:
+        """Write all that goes with `weights_file` into a checkpoint's model folder.
+
+        `source` is the model directory that the run began with.
+        """
+        for path in sorted(source.iterdir()):
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                shutil.copyfile(path, directory / path.name)
+
+    def description(self) -> dict[str, Any]:
+        """Return what the tensors mean besides the model's own weights; nothing where there is no adapter."""
+        return {}
+
+    def check_resumes(self, found: Mapping[str, Any], directory: Path) -> None:
+        """Raise CheckpointError unless a checkpoint, of the `description` found, is of a model like this one."""
+        ours = self.description()
+        for name in sorted({*ours, *found}):
+            if found.get(name) != ours.get(name):
+                was, now = (_described(name, one.get(name)) for one in (found, ours))
+                raise CheckpointError(
+                    f"checkpoint {directory} was written {was}, and cannot go on {now} ([learner.lora])"
+                )
+
+    def base(self) -> PolicyModel | None:
+        """Return the frozen model below an adapter, of the same weights in memory; None where there is no adapter."""
+        return None
 
     def release(self) -> None:
         """Say that a run of passes has ended and weights may change: what a sharded model gathered for them goes."""
@@ -162,6 +201,12 @@ def check_directory(directory: Path) -> None:
         raise ConfigError(f"the model directory {directory} has no config.json ([model])")
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"the model directory {directory} has no weights (*.safetensors) ([model])")
+
+
+def _described(name: str, value: Any) -> str:
+    if value is None:
+        return "without LoRA"
+    return f"with adapters of {', '.join(value)}" if name == "modules" else f"with {name} = {value}"
 
 
 def _check_architecture(config: Any, directory: Path) -> None:

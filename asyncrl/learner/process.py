@@ -29,10 +29,10 @@ from asyncrl.learner import checkpoint
 from asyncrl.learner.attention_kinds import choose
 from asyncrl.learner.canary import canary_logprobs
 from asyncrl.learner.critic_kinds import open_critic, resume_critic
-from asyncrl.learner.model import load_model
+from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import ALONE, Place, Ranks
-from asyncrl.learner.settings import LearnerJob, check_ranks, parse_job, read_settings
+from asyncrl.learner.settings import LearnerJob, LearnerSettings, check_ranks, parse_job, read_settings
 from asyncrl.learner.sharded import load_sharded
 from asyncrl.learner.step import Stepper
 from asyncrl.learner.supervised import SupervisedStepper
@@ -56,7 +56,7 @@ class Learner:
         resumed = Path(job.resume_from) if job.resume_from else None
         state = checkpoint.load(resumed, ranks=ranks) if resumed else None
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
-        load = load_model if ranks.count == 1 else partial(load_sharded, ranks=ranks)
+        load = _loader(settings, ranks)
         self._model = load(
             job.model,
             dtype=self._dtype,
@@ -69,6 +69,7 @@ class Learner:
         self._optimizer = Optimizer(self._model.tensors(), settings, ranks=ranks)
         if state is not None:
             assert resumed is not None
+            self._model.check_resumes(state.lora, resumed)
             checkpoint.restore_optimizer(self._optimizer, state, resumed, ranks=ranks)
             checkpoint.restore_random_state(state.random)
         self._teachers = open_teachers(job, self._model, self._optimizer.masters, device, ranks=ranks)
@@ -132,7 +133,9 @@ class Learner:
         if self._publisher is None:
             take_part(self._weights(), self._cast_to)
         else:
-            manifest = self._publisher.publish(self._weights(), self._stepper.version, keep=keep)
+            manifest = self._publisher.publish(
+                self._weights(), self._stepper.version, keep=keep, adapter_scale=self._model.adapter_scale
+            )
         canary_logprobs = self._canary_logprobs()
         return None if manifest is None else replace(manifest, canary_logprobs=canary_logprobs)
 
@@ -155,6 +158,7 @@ class Learner:
         return checkpoint.save(
             directory,
             source=self._job.model,
+            policy=self._model,
             weights=self._weights(),
             optimizer=self._optimizer,
             version=self._stepper.version,
@@ -255,6 +259,14 @@ def _device(name: str, ranks: Ranks) -> torch.device:
         )
     torch.cuda.set_device(ranks.place.local_rank)
     return torch.device("cuda", ranks.place.local_rank)
+
+
+def _loader(settings: LearnerSettings, ranks: Ranks) -> Callable[..., PolicyModel]:
+    if settings.lora.enabled:
+        from asyncrl.learner.lora import load_lora  # peft takes seconds to import
+
+        return partial(load_lora, settings=settings.lora)
+    return load_model if ranks.count == 1 else partial(load_sharded, ranks=ranks)
 
 
 def _set_threads(threads: int, ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from asyncrl.errors import ConfigError
 from asyncrl.learner.credit_settings import CreditSettings
 from asyncrl.learner.critic_settings import CriticSettings
+from asyncrl.learner.lora_settings import LoraSettings
 from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings, check_teacher, check_temperature
 from asyncrl.losses import resolve
 from asyncrl.losses.presets import BASELINES, SCALES, LossSettings
@@ -91,6 +92,8 @@ class LearnerSettings:
     attention: str = "auto"
     """What computes it, of `asyncrl.learner.attention_kinds`; all compute the same. "auto" takes flash-attn's kernels
     on a GPU where that package is there, else PyTorch's own ("varlen"; "flex" for float32), and "tiles" on a CPU."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Trains adapters instead of the whole model."""
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
     ranks: int = 1
@@ -177,12 +180,27 @@ class LearnerSettings:
                 raise ConfigError(f"[learner.{section}] is set and not read by loss {self.loss!r} ([learner])")
         if self.critic.on:
             self._check_critic(loss)
+        if self.lora.enabled:
+            self._check_lora()
         if self.ranks > 1:
             self._check_several_ranks(loss)
+
+    def _check_lora(self) -> None:
+        whole = {
+            'kind = "model" ([learner.critic])': self.critic.kind == "model",
+            f"ema_rate = {self.teacher.ema_rate} ([learner.teacher])": self.teacher.ema_rate > 0,
+        }
+        for what, found in whole.items():
+            if found:
+                raise ConfigError(
+                    f"{what} needs the weights of a whole model trained or averaged, and enabled = true "
+                    "([learner.lora]) trains adapters alone: leave one of the two out"
+                )
 
     def _check_several_ranks(self, loss: LossSettings) -> None:
         unshared = {
             f'kind = "{self.critic.kind}" ([learner.critic])': self.critic.on,
+            "enabled = true ([learner.lora])": self.lora.enabled,
             f"ema_rate = {self.teacher.ema_rate} ([learner.teacher])": self.teacher.ema_rate > 0,
             'source = "engine" ([learner.teacher])': self.teacher.source == "engine",
             'source = "engine" ([learner.reference])': self.needs_reference and self.reference.source == "engine",

@@ -212,15 +212,16 @@ def open_teachers(
         model = _frozen(job, job.model, device, ranks)
         teacher, average = _replica(job, model, device, ranks), MovingAverage(model, masters, settings.ema_rate)
     else:
-        teacher = _asked(job, settings, device, ranks, "[learner.teacher]", top_k=settings.top_k)
+        teacher = _asked(job, policy, settings, device, ranks, "[learner.teacher]", top_k=settings.top_k)
     reference: Asked | None = None
     if job.learner.needs_reference:
-        reference = _asked(job, job.learner.reference, device, ranks, "[learner.reference]")
+        reference = _asked(job, policy, job.learner.reference, device, ranks, "[learner.reference]")
     return Teachers(loss, policy, device, settings=settings, teacher=teacher, reference=reference, average=average)
 
 
 def _asked(
     job: LearnerJob,
+    policy: PolicyModel,
     settings: TeacherSettings | ReferenceSettings,
     device: torch.device,
     ranks: Ranks,
@@ -234,6 +235,9 @@ def _asked(
         return served
     if settings.source == "model" and ranks.is_first:
         check_same_vocabulary(job.model, settings.path, section)
+    below = policy.base()
+    if settings.source == "start" and below is not None:  # the starting weights are there already
+        return _replica(job, below, device, ranks)
     path = settings.path if settings.source == "model" else job.model
     return _replica(job, _frozen(job, path, device, ranks), device, ranks)
 
