@@ -46,6 +46,7 @@ _GUARD = 'asyncrl_guard_actions_total{guard="ratio", action="%s"}'
 _RISING = 'asyncrl_behaviour_rising{kind="network"}'
 _ENDED = 'asyncrl_trajectories_total{environment="bugfix", status="%s"}'
 _LAG = 'asyncrl_event_loop_lag_seconds_bucket{le="%s"}'
+_REQUESTS = 'asyncrl_gateway_requests_total{face="openai", status="%s"}'
 _FREE, _DISK = "asyncrl_disk_free_bytes", "asyncrl_disk_bytes"
 
 CASES: dict[str, list[Case]] = {
@@ -154,6 +155,20 @@ CASES: dict[str, list[Case]] = {
              {"asyncrl_sync_seconds": "20x20", "asyncrl_step_seconds": "30x20"}, 20),
         Case({"asyncrl_sync_seconds": "11x20", "asyncrl_step_seconds": "1x20"},
              {"asyncrl_sync_seconds": "3x20", "asyncrl_step_seconds": "1x20"}, 20),
+    ],
+    "AsyncrlGatewayFails": [
+        Case({_REQUESTS % "504": "0+3x30", _REQUESTS % "200": "0+40x30"},
+             {_REQUESTS % "503": "0+1x30", _REQUESTS % "429": "0+20x30", _REQUESTS % "200": "0+40x30"}, 30),
+        Case({_REQUESTS % "left": "0+3x30", _REQUESTS % "200": "0+40x30"},
+             {_REQUESTS % "left": "0x30", _REQUESTS % "200": "0+40x30"}, 30),
+    ],
+    "AsyncrlGatewayRefuses": [
+        # turned away for a while is how a full cache is waited out, and no fault of the request
+        Case({_REQUESTS % "400": "0+3x30", _REQUESTS % "200": "0+40x30"},
+             {_REQUESTS % "400": "0+1x30", _REQUESTS % "429": "0+20x30", _REQUESTS % "200": "0+40x30"}, 30),
+    ],
+    "AsyncrlGatewayFull": [
+        Case({"asyncrl_gateway_sessions_waiting": "3x40"}, {"asyncrl_gateway_sessions_waiting": "3x14 0 3x25"}, 31),
     ],
     "AsyncrlSandboxFailures": [
         Case({f'{_COMMANDS}{{outcome="infrastructure"}}': "0+3x30", f'{_COMMANDS}{{outcome="ok"}}': "0+60x30"},
