@@ -43,7 +43,7 @@ check: lint types
 	$(BIN)/python -m pytest -m "not slow and not engine and not gpu"
 
 test: lint types
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" --durations=25 --durations-min=5
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
