@@ -13,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from critics import mixed_groups
 from gloo_ranks import forked
 from synthetic_groups import random_groups
+from test_learner_teachers import told
 
 from asyncrl import wire
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, LearnerError
 from asyncrl.learner.process import Learner
 from asyncrl.learner.ranks import ALONE, Place, Ranks
 from asyncrl.learner.settings import parse_job
@@ -25,17 +27,14 @@ from asyncrl.types import Group
 
 
 def learn(run: Mapping[str, Any], ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Step on each batch, publish, and save where that is asked; return the metrics of all steps, or why it could not.
+    """Step on each batch, publish, and save where that is asked; return the metrics of all steps.
 
-    A run is {"job", "first": version, "seeds": of its batches, "save": directory or ""}.
+    A run is {"job", "first": version, "seeds": of its batches, "groups": of `GROUPS`, "save": directory or ""}.
     """
-    try:
-        learner = Learner(parse_job(json.dumps(run["job"]).encode(), Path("job")), ranks)
-    except CheckpointError as error:
-        return {"refused": str(error)}
+    learner = Learner(parse_job(json.dumps(run["job"]).encode(), Path("job")), ranks)
     steps = []
     for version, seed in enumerate(run["seeds"], start=run["first"]):
-        reply = learner.answer(wire.StepRequest(groups=some_groups(seed, version)))
+        reply = learner.answer(wire.StepRequest(groups=GROUPS[run["groups"]](seed, version)))
         assert isinstance(reply, wire.StepReply)
         steps.append({**reply.result.metrics, "top": reply.result.top_ratios, "spikes": reply.result.spikes})
     demonstrations = [t.segments[0] for group in random_groups(99) for t in group.trajectories]
@@ -57,13 +56,33 @@ def some_groups(seed: int, version: int) -> list[Group]:
     return [groups[0], replace(groups[1], trajectories=same), *groups[2:]]
 
 
+def mixed(seed: int, version: int) -> list[Group]:
+    """Return groups with several turns and segments, ended in every way."""
+    return mixed_groups(seed, version=version)
+
+
+def told_groups(seed: int, version: int) -> list[Group]:
+    """Return groups with longer prompts for teachers, which make more microbatches of teachers than of the policy."""
+    return told(random_groups(seed, num_groups=3, versions=(version,)))
+
+
+GROUPS = {"some": some_groups, "mixed": mixed, "told": told_groups}
+
+
 def main(rank: int, world_size: int, directory: Path) -> None:
     """Take part in every run; the model's files are out of reach of all ranks but the first."""
     ranks = Ranks(Place(rank, world_size, rank, world_size, f"file://{directory / 'rendezvous'}"))
     found = []
     for run in json.loads((directory / "runs.json").read_text()):
-        job = run["job"] if ranks.is_first else {**run["job"], "model": "/nonexistent"}
-        found.append(learn({**run, "job": job}, ranks))
+        job = run["job"]
+        if not ranks.is_first:
+            job["model"] = "/nonexistent"
+            for section in (job["learner"].get("teacher", {}), job["learner"].get("critic", {})):
+                section |= {"path": "/nonexistent"} if section.get("path") else {}
+        try:
+            found.append(learn({**run, "job": job}, ranks))
+        except (CheckpointError, LearnerError) as error:
+            found.append({"refused": str(error)})
     ranks.close()
     (directory / f"rank-{rank}.json").write_text(json.dumps(found))
 

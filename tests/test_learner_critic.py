@@ -110,7 +110,7 @@ def test_a_steps_values_loss_and_gradients_are_those_of_plain_transformers(
     with_exact_norms(learner._model.model)
     head = None if name == "yes_no" else give_head_weights(learner)
     if name == "model":
-        with_exact_norms(learner._critic._body)  # type: ignore[union-attr]
+        with_exact_norms(learner._critic._body.model)  # type: ignore[union-attr]
     groups = mixed_groups(1, silent=True)
     plain = Plain(model_path, head)
     wanted, credit = plain.value_loss(groups, gamma=0.9, lam=0.8, bootstrap=bootstrap)

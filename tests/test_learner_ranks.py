@@ -5,7 +5,6 @@ Ranks are processes (gloo, on one machine). One process with the whole model is 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from gloo_ranks import fork_ranks
 from rank_of_learner import learn
+from rank_scenes import Scene, assert_alike
 from synthetic_groups import random_groups
 from tiny_model import build_tiny_model
 
@@ -20,74 +20,9 @@ from asyncrl import wire
 from asyncrl.dealing import deal
 from asyncrl.errors import ConfigError
 from asyncrl.learner.credit import select
-from asyncrl.learner.critic_settings import CriticSettings
 from asyncrl.learner.ranks import check_same
 from asyncrl.learner.settings import LearnerSettings
-from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings
 from asyncrl.packing import split
-
-_OF_THE_PROCESS = ("seconds_", "tokens_per_second", "num_microbatches", "tokens_forwarded", "rank_imbalance")
-
-
-class Scene:
-    """Runs of one model in one directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.model = build_tiny_model(directory / "model", tied=True)
-        teacher = build_tiny_model(directory / "teacher", seed=1, tied=True)
-        self.taught: dict[str, Any] = {"loss": "opd", "teacher": {"source": "model", "path": str(teacher)}}
-        self.compared: dict[str, Any] = {"loss": "dpo", "pairs": {"per_group": 2}}
-        self.held: dict[str, Any] = {"loss": "grpo", "credit": {"reward_kl_coef": 0.1}}
-
-    def run(self, name: str, *, ranks: int, seeds: tuple[int, ...], after: str = "", **settings: Any) -> dict[str, Any]:
-        """Return what `rank_of_learner` is told: go on `after` another run's checkpoint, and save as `name`."""
-        job = {
-            "model": str(settings.pop("model", self.model)),
-            "run_id": name,
-            "resume_from": str(self.directory / after) if after else "",
-            "canary": [5, 6, 7, 8],
-            "weight_sync": {"transport": "filesystem", "directory": str(self.directory / "published")},
-            "learner": {
-                "learning_rate": 1e-3,
-                "dtype": "float32",
-                "ranks": ranks,
-                "microbatch_tokens": 60,
-                "threads": 1,
-                **settings,
-            },
-        }
-        return {"job": job, "first": seeds[0], "seeds": seeds, "save": str(self.directory / name)}
-
-    def on_ranks(self, count: int, *runs: dict[str, Any]) -> list[Any]:
-        """Return what the first of `count` ranks finds in each run, after comparing it with what the others find."""
-        place = self.directory / f"ranks-{count}"
-        place.mkdir()
-        (place / "runs.json").write_text(json.dumps(runs))
-        first, *others = fork_ranks("rank_of_learner.py", place, world_size=count)
-        for other in others:
-            for ours, theirs in zip(first, other, strict=True):
-                assert [_numbers(step) for step in theirs.get("steps", [])] == [
-                    _numbers(step) for step in ours.get("steps", [])
-                ], "every rank comes to the same"
-        return list(first)
-
-
-def _numbers(step: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in step.items()
-        if isinstance(value, (int, float)) and not name.startswith(_OF_THE_PROCESS)
-    }
-
-
-def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Compare two steps: losses within 1e-6, every other metric to float32's rounding, and what is told of tokens."""
-    assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
-    assert _numbers(found) == pytest.approx(_numbers(wanted), rel=1e-3, abs=1e-5)
-    ours, theirs = ([(row["trajectory_id"], row["token_id"]) for row in step["top"]] for step in (found, wanted))
-    assert sorted(ours) == sorted(theirs)
-    assert len(found["spikes"]) == len(wanted["spikes"])
 
 
 @pytest.fixture(scope="module")
@@ -248,18 +183,3 @@ def test_ranks_of_different_versions_are_refused_by_name() -> None:
 def test_ranks_of_different_versions_do_not_begin(tmp_path: Path) -> None:
     for said in fork_ranks("rank_of_another_version.py", tmp_path, world_size=2):
         assert said.startswith("learner rank 1 has torch 0.1 and not 2.")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"critic": CriticSettings(kind="head")},
-        {"loss": "grpo", "reference": ReferenceSettings(source="engine", url="http://localhost:1")},
-        {"loss": "distillation", "teacher": TeacherSettings(source="model", path=Path("elsewhere"))},
-        {"loss": "opd", "teacher": TeacherSettings(source="self", ema_rate=0.1)},
-    ],
-)
-def test_what_ranks_do_not_share_is_refused_by_name(settings: dict[str, Any]) -> None:
-    LearnerSettings(**settings)
-    with pytest.raises(ConfigError, match=r"ranks = 2 \(\[learner\]\) cannot share .*set ranks = 1"):
-        LearnerSettings(**settings, ranks=2)

@@ -5,7 +5,7 @@ model/     config.json, model.safetensors, tokenizer and chat template: transfor
 learner/   optimizer.safetensors (float32 masters and moments; of several ranks `optimizer/`, see `sharded_checkpoint`),
            rng.safetensors, state.json (version, counts of updates, what adapts from step to step); teacher.safetensors
            where the teacher is an average of the policy's weights; critic.safetensors where there is a critic (its own
-           masters and moments)
+           masters and moments); of several ranks `teacher/` and `critic/`
 
 Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no code when it is read.
 """
@@ -26,18 +26,17 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import CheckpointError, WeightSyncError
 from asyncrl.learner import sharded_checkpoint
-from asyncrl.learner.critic import Critic
+from asyncrl.learner.critic import Critic, check_kind
 from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import ALONE, Ranks
+from asyncrl.learner.sharded_checkpoint import CRITIC, OPTIMIZER, TEACHER, whole_file
+from asyncrl.learner.teachers import Teachers
 from asyncrl.types import PolicyVersion
 
 MODEL = "model"
 LEARNER = "learner"
-_OPTIMIZER = "optimizer.safetensors"
 _RANDOM = "rng.safetensors"
-_TEACHER = "teacher.safetensors"
-_CRITIC = "critic.safetensors"
 _STATE = "state.json"
 _FORMAT = 1
 
@@ -54,11 +53,12 @@ class LearnerState:
     random: Mapping[str, torch.Tensor]
     adapted: Mapping[str, float]
     """name -> number that moves from step to step, as `Stepper.adapted` gave it."""
-    teacher: Mapping[str, torch.Tensor]
-    """Empty where the teacher had no state of its own."""
+    teacher: Mapping[str, torch.Tensor] | None
+    """Empty where the teacher had no state of its own; None as of `optimizer`."""
     critic: Mapping[str, Any] = field(default_factory=dict)
     """What `Critic.state` returned; empty where there was none."""
-    critic_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    critic_tensors: Mapping[str, torch.Tensor] | None = field(default_factory=dict)
+    """None as of `optimizer`."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """What `PolicyModel.description` returned; empty where the whole model is trained."""
 
@@ -85,6 +85,9 @@ def save(
     """
     model, learner = directory / MODEL, directory / LEARNER
     weights_path = model / policy.weights_file
+    parts: dict[str, Mapping[str, torch.Tensor]] = {OPTIMIZER: optimizer.state()}
+    parts |= {TEACHER: teacher} if teacher else {}
+    parts |= {CRITIC: critic.tensors()} if critic is not None else {}
     try:
         if ranks.is_first:
             model.mkdir()
@@ -93,21 +96,20 @@ def save(
         ranks.wait_all()
         if ranks.count > 1:
             sharded_checkpoint.write_model(weights, weights_path, cast_to, is_first=ranks.is_first)
-            sharded_checkpoint.write_state(optimizer.state(), learner, ranks)
+            for name, tensors in parts.items():
+                sharded_checkpoint.write_state(tensors, learner, name, ranks)
         if not ranks.is_first:
             return {}
         if ranks.count == 1:
             _save_tensors(weights, weights_path)
-            _save_tensors(optimizer.state(), learner / _OPTIMIZER)
+            for name, tensors in parts.items():
+                _save_tensors(tensors, whole_file(learner, name))
         _save_tensors(_random_state(), learner / _RANDOM)
-        if teacher:
-            _save_tensors(teacher, learner / _TEACHER)
         state: dict[str, Any] = {"format": _FORMAT, "version": version, "updates": optimizer.updates}
         state |= {"warm_updates": optimizer.warm_updates, "adapted": dict(adapted), "teacher": bool(teacher)}
         state["lora"] = policy.description()
         if critic is not None:
             state["critic"] = critic.state()
-            _save_tensors(critic.tensors(), learner / _CRITIC)
         (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
         written = [path for folder in (model, learner) for path in sorted(folder.rglob("*")) if path.is_file()]
         for path in (*written, *{path.parent for path in written}, directory):
@@ -130,17 +132,21 @@ def load(directory: Path, *, ranks: Ranks = ALONE) -> LearnerState:
     if state.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {state.get('format')!r}; this version of asyncrl reads {_FORMAT}")
     whole = ranks.count == 1 and not sharded_checkpoint.is_sharded(learner)
+
+    def part(name: str) -> Mapping[str, torch.Tensor] | None:
+        return _load_tensors(whole_file(learner, name), directory) if whole else None
+
     return LearnerState(
         version=int(state["version"]),
         updates=int(state["updates"]),
         warm_updates=int(state.get("warm_updates", 0)),
-        optimizer=_load_tensors(learner / _OPTIMIZER, directory) if whole else None,
+        optimizer=part(OPTIMIZER),
         random=_load_tensors(learner / _RANDOM, directory),
         adapted=state.get("adapted", {}),
-        teacher=_load_tensors(learner / _TEACHER, directory) if state.get("teacher") else {},
+        teacher=part(TEACHER) if state.get("teacher") else {},
         critic=state.get("critic", {}),
         lora=state.get("lora", {}),
-        critic_tensors=_load_tensors(learner / _CRITIC, directory) if "critic" in state else {},
+        critic_tensors=part(CRITIC) if "critic" in state else {},
     )
 
 
@@ -153,8 +159,27 @@ def restore_optimizer(optimizer: Optimizer, state: LearnerState, directory: Path
     found = state.optimizer
     if found is None:
         blank = optimizer.blank_state(moments=state.updates > 0)
-        found = sharded_checkpoint.read_state(blank, directory / LEARNER, ranks)
+        found = sharded_checkpoint.read_state(blank, directory / LEARNER, OPTIMIZER, ranks)
     optimizer.restore(found, updates=state.updates, warm_updates=state.warm_updates)
+
+
+def restore_teachers(teachers: Teachers, state: LearnerState, directory: Path, *, ranks: Ranks = ALONE) -> None:
+    """As `restore_optimizer`, of a teacher that is an average."""
+    found = state.teacher
+    if found is None:
+        found = sharded_checkpoint.read_state(teachers.blank_state(), directory / LEARNER, TEACHER, ranks)
+    teachers.restore(found)
+
+
+def restore_critic(critic: Critic | None, state: LearnerState, directory: Path, *, ranks: Ranks = ALONE) -> None:
+    """As `restore_optimizer`, of the critic. Raises CheckpointError for one of another kind too."""
+    check_kind(critic, state.critic)
+    if critic is not None:
+        found = state.critic_tensors
+        if found is None:
+            blank = critic.blank_tensors(state.critic)
+            found = sharded_checkpoint.read_state(blank, directory / LEARNER, CRITIC, ranks)
+        critic.restore(found, state.critic)
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:

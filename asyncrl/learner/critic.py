@@ -10,6 +10,9 @@ one update a batch the values of the learning pass are the same again, so nothin
 
 A time step is a state in which the policy chose: a sampled token, or with "yes_no" a question, which holds for the
 tokens up to the next. GAE runs over the states of all segments of a trajectory, one segment after the other.
+
+Of several ranks each takes the values of its share of the states, in passes that all make at once; what is made of them
+is the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,13 +26,17 @@ from typing import Any
 import torch
 
 from asyncrl.advantages import gae
+from asyncrl.dealing import deal
+from asyncrl.errors import CheckpointError
 from asyncrl.learner.critic_settings import CriticSettings
+from asyncrl.learner.model import PolicyModel
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.ranks import Ranks, merge_over
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.states import States, last_actions, token_states
 from asyncrl.losses import LossOutput, clipped_value_loss, finalise, reduce
 from asyncrl.losses.reduction import Record
-from asyncrl.packing import Batch, Microbatch, split, to_device
+from asyncrl.packing import Batch, Microbatch, nothing, split, to_device
 from asyncrl.types import Trajectory, TrajectoryStatus
 
 _CUT_OFF = (TrajectoryStatus.TRUNCATED_LENGTH, TrajectoryStatus.TRUNCATED_TURNS, TrajectoryStatus.TIMED_OUT)
@@ -43,7 +50,7 @@ class Estimate:
     """[T] float64; 0 where nothing is trained on."""
     states: States
     microbatches: Sequence[Microbatch]
-    """Of the states' rows."""
+    """Of this rank's share of the states' rows."""
     values: torch.Tensor
     """[K] float64, before the update."""
     returns: torch.Tensor
@@ -59,8 +66,9 @@ class Critic(abc.ABC):
 
     optimizer: Optimizer | None = None
 
-    def __init__(self, settings: LearnerSettings, device: torch.device) -> None:
+    def __init__(self, settings: LearnerSettings, device: torch.device, ranks: Ranks) -> None:
         self.settings: CriticSettings = settings.critic
+        self._ranks = ranks
         self.steps = 0
         """Optimizer steps that the critic took part in, skipped ones left out."""
         self._learner = settings
@@ -109,16 +117,19 @@ class Critic(abc.ABC):
         """Return values, advantages and returns; `rewards` [T] float64 on trained tokens."""
         cut = [self.settings.bootstrap_truncated and t.status in _CUT_OFF for t in trajectories]
         states = self._states(batch, torch.tensor(cut, dtype=torch.bool))
+        size, share = self._learner.microbatch_tokens, self._learner.share_prefixes
+        members = deal(states.rows, self._ranks.count, max_tokens=size, share_prefixes=share)
         microbatches = split(
-            states.rows,
-            max_tokens=self._learner.microbatch_tokens,
-            share_prefixes=self._learner.share_prefixes,
+            states.rows, max_tokens=size, share_prefixes=share, members=members[self._ranks.place.rank]
         )
         with torch.no_grad():
             outputs_W = torch.zeros(states.rows.num_tokens, dtype=torch.float64)
-            for microbatch in microbatches:
-                found = self._outputs(to_device(microbatch, self._device))
-                outputs_W[microbatch.token_index] = found.double().cpu()
+            for microbatch in self._ranks.in_step(microbatches):
+                found = self._outputs(to_device(microbatch or nothing(), self._device))
+                if microbatch is not None:
+                    outputs_W[microbatch.token_index] = found.double().cpu()
+        self._body.release()
+        self._ranks.add_up(outputs_W)
         values_Q = self._value_of(outputs_W[states.place])
         num_nonfinite = int((~values_Q.isfinite()).sum())
         values_Q = torch.where(values_Q.isfinite(), values_Q, 0.0)
@@ -155,7 +166,7 @@ class Critic(abc.ABC):
         return []
 
     def accumulate(self, batch: Batch) -> None:
-        """Add the gradients of a pass of the critic's own over its rows."""
+        """Add the gradients of a pass of the critic's own over its rows; all ranks call it."""
         estimate = self.under_way
         states = estimate.states
         learns_K = batch.loss_mask[states.token]
@@ -165,10 +176,12 @@ class Critic(abc.ABC):
             return values_K.new_zeros(states.rows.num_tokens).index_copy(0, place_K, values_K)
 
         mask_W, returns_W, values_W = spread(learns_K), spread(estimate.returns), spread(estimate.values)
-        for microbatch in estimate.microbatches:
-            places = microbatch.token_index
-            if not bool(mask_W[places].any()):
+        learning = [m for m in estimate.microbatches if bool(mask_W[m.token_index].any())]
+        for microbatch in self._ranks.in_step(learning):
+            if microbatch is None:
+                self._outputs(to_device(nothing(), self._device)).sum().backward()
                 continue
+            places = microbatch.token_index
             output = self._loss_of(
                 self._outputs(to_device(microbatch, self._device)),
                 returns_W[places].to(self._device),
@@ -178,6 +191,9 @@ class Critic(abc.ABC):
             )
             (self._coefficient * output.loss).backward()
             self._records.append(output.metrics)
+        self._body.release()
+        if self.optimizer is not None:
+            self.optimizer.add_up()
 
     @property
     def can_step(self) -> bool:
@@ -202,7 +218,7 @@ class Critic(abc.ABC):
                 self.optimizer.step(norm)
             else:
                 self.optimizer.discard()
-        records, self._records = reduce(self._records), []
+        records = self._told()
         if stepped:
             self.steps += 1
             records = reduce([records, self._update_again(batch)])
@@ -211,6 +227,10 @@ class Critic(abc.ABC):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint must hold of the critic's own weights and moments."""
         return {} if self.optimizer is None else self.optimizer.state()
+
+    def blank_tensors(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what `tensors` would where `state` returned this, for a reader to fill."""
+        return {} if self.optimizer is None else self.optimizer.blank_state(moments=int(state["updates"]) > 0)
 
     def state(self) -> dict[str, Any]:
         """Return what else a checkpoint must hold."""
@@ -222,6 +242,16 @@ class Critic(abc.ABC):
         if self.optimizer is not None:
             self.optimizer.restore(tensors, updates=int(state["updates"]))
         self.steps = int(state["steps"])
+
+    def _told(self) -> dict[str, Record]:
+        """Return what the passes since the last call said of themselves, on all ranks."""
+        records, self._records = reduce(self._records), []
+        return merge_over(self._ranks, records)
+
+    @property
+    @abc.abstractmethod
+    def _body(self) -> PolicyModel:
+        """What `_outputs` makes its passes through."""
 
     @property
     def _coefficient(self) -> float:
@@ -252,6 +282,16 @@ class Critic(abc.ABC):
 
     def _reachable(self, returns: torch.Tensor) -> torch.Tensor:
         return returns
+
+
+def check_kind(critic: Critic | None, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless `state`, as `Critic.state` returned it, is of the `critic`'s kind; {} is of none."""
+    kind = "none" if critic is None else critic.settings.kind
+    if state.get("kind", "none") != kind:
+        raise CheckpointError(
+            f'the checkpoint was written with kind = "{state.get("kind", "none")}" and cannot go on with "{kind}" '
+            "([learner.critic]); start a new run from its model folder instead"
+        )
 
 
 def rewards_in_time(batch: Batch, trajectories: Sequence[Trajectory], rewards: torch.Tensor) -> torch.Tensor:

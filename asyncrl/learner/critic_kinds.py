@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl import wire
+from asyncrl.errors import ConfigError
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.critic_settings import Question, check_critic, read_question
-from asyncrl.learner.model import PolicyModel, hidden_states, load_model
+from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.optimizer import Optimizer
+from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.learner.settings import LearnerJob, LearnerSettings
+from asyncrl.learner.sharded import load_sharded
 from asyncrl.learner.states import States, last_actions, question_states
 from asyncrl.losses import LossOutput, reduce, yes_no_loss
 from asyncrl.losses.reduction import Record, Sum
@@ -29,29 +32,34 @@ from asyncrl.types import Trajectory
 class ModelCritic(Critic):
     """A value model: a body and a head of its own, and its own optimizer."""
 
-    def __init__(self, settings: LearnerSettings, body: PolicyModel) -> None:
+    def __init__(
+        self, settings: LearnerSettings, body: PolicyModel, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
+        super().__init__(settings, device, ranks)
         decoder: torch.nn.Module = body.model.get_decoder()  # type: ignore[operator]
         parameters = dict(decoder.named_parameters(prefix="body"))
-        example = next(iter(parameters.values()))
-        super().__init__(settings, example.device)
-        self._body = decoder
-        self._head = _value_head(body)
+        self._model = body
+        self._head = _value_head(body, device)
         parameters |= dict(self._head.named_parameters(prefix="head"))
-        self.optimizer = Optimizer(parameters, _own(settings))
+        self.optimizer = Optimizer(parameters, _own(settings), ranks=ranks)
+
+    @property
+    def _body(self) -> PolicyModel:
+        return self._model
 
     @property
     def _coefficient(self) -> float:
         return 1.0
 
     def _outputs(self, microbatch: Microbatch) -> torch.Tensor:
-        return unpack(microbatch, _apply(self._head, hidden_states(self._body, microbatch)))
+        return unpack(microbatch, _apply(self._head, self._model.hidden(microbatch)))
 
     def _update_again(self, batch: Batch) -> Mapping[str, Record]:
         assert self.optimizer is not None
         seen: list[Mapping[str, Record]] = []
         for _ in range(1, self.settings.updates_per_batch):
             self.accumulate(batch)
-            records, self._records = reduce(self._records), []
+            records = self._told()
             norm = self.optimizer.gradient_norm()
             if math.isfinite(norm):
                 self.optimizer.step(norm)
@@ -66,11 +74,17 @@ class ModelCritic(Critic):
 class HeadCritic(Critic):
     """A linear head on the policy's body."""
 
-    def __init__(self, settings: LearnerSettings, policy: PolicyModel) -> None:
+    def __init__(
+        self, settings: LearnerSettings, policy: PolicyModel, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
+        super().__init__(settings, device, ranks)
         self._policy = policy
-        self._head = _value_head(policy)
-        super().__init__(settings, self._head.weight.device)
-        self.optimizer = Optimizer(dict(self._head.named_parameters(prefix="head")), _own(settings))
+        self._head = _value_head(policy, device)
+        self.optimizer = Optimizer(dict(self._head.named_parameters(prefix="head")), _own(settings), ranks=ranks)
+
+    @property
+    def _body(self) -> PolicyModel:
+        return self._policy
 
     @property
     def trains_body(self) -> bool:
@@ -93,7 +107,9 @@ class HeadCritic(Critic):
         return [self._coefficient * output.loss]
 
     def accumulate(self, batch: Batch) -> None:
-        """Nothing: the head learns in the policy's own pass, from the hidden states that are there already."""
+        """See `Critic.accumulate`: the head has learned in the policy's own pass already."""
+        assert self.optimizer is not None
+        self.optimizer.add_up()
 
     def _outputs(self, microbatch: Microbatch) -> torch.Tensor:
         return unpack(microbatch, _apply(self._head, self._policy.hidden(microbatch)))
@@ -102,10 +118,21 @@ class HeadCritic(Critic):
 class YesNoCritic(Critic):
     """The policy's own probability of yes against no after a question. Values and returns are rescaled rewards."""
 
-    def __init__(self, settings: LearnerSettings, policy: PolicyModel, question: Question) -> None:
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        policy: PolicyModel,
+        device: torch.device,
+        question: Question,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        super().__init__(settings, device, ranks)
         self._policy = policy
         self._question = question
-        super().__init__(settings, policy.head.device)
+
+    @property
+    def _body(self) -> PolicyModel:
+        return self._policy
 
     @property
     def freezes_policy(self) -> bool:
@@ -147,54 +174,44 @@ class YesNoCritic(Critic):
         return returns.clamp(0.0, 1.0)
 
 
-def open_critic(job: LearnerJob, policy: PolicyModel, device: torch.device) -> Critic | None:
-    """Return the critic that `job` asks for, or None.
+def open_critic(job: LearnerJob, policy: PolicyModel, device: torch.device, *, ranks: Ranks = ALONE) -> Critic | None:
+    """Return the critic that `job` asks for, or None. The first of `ranks` alone reads files.
 
     Raises: ConfigError where the files of the policy, or of the value model, cannot do what is asked.
     """
     settings = job.learner
-    check_critic(settings.critic, job.model)
+    if ranks.is_first:
+        check_critic(settings.critic, job.model)
     match settings.critic.kind:
         case "model":
             path = settings.critic.path if settings.critic.path != Path("") else job.model
-            body = load_model(
+            load = load_model if ranks.count == 1 else partial(load_sharded, ranks=ranks, with_head=False)
+            body = load(
                 path,
-                dtype=policy.head.dtype,
+                dtype=getattr(torch, settings.dtype),
                 device=device,
+                temperature=1.0,
+                head_dtype=None,
                 gradient_checkpointing=settings.gradient_checkpointing,
                 attention=settings.attention,
             )
-            return ModelCritic(settings, body)
+            return ModelCritic(settings, body, device, ranks)
         case "head":
-            return HeadCritic(settings, policy)
+            return HeadCritic(settings, policy, device, ranks)
         case "yes_no":
-            return YesNoCritic(settings, policy, read_question(settings.critic, job.model))
+            found = wire.encode(read_question(settings.critic, job.model)) if ranks.is_first else None
+            return YesNoCritic(settings, policy, device, wire.decode(ranks.pass_on(found), Question), ranks)
     return None
-
-
-def resume_critic(critic: Critic | None, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-    """Bring `critic` to what `tensors` and `state` of a checkpoint hold; `state` is empty where there was none.
-
-    Raises: CheckpointError for one of another kind, or where something is missing.
-    """
-    kind = "none" if critic is None else critic.settings.kind
-    if state.get("kind", "none") != kind:
-        raise CheckpointError(
-            f'the checkpoint was written with kind = "{state.get("kind", "none")}" and cannot go on with "{kind}" '
-            "([learner.critic]); start a new run from its model folder instead"
-        )
-    if critic is not None:
-        critic.restore(tensors, state)
 
 
 def _own(settings: LearnerSettings) -> LearnerSettings:
     return replace(settings, learning_rate=settings.critic.learning_rate)
 
 
-def _value_head(model: PolicyModel) -> torch.nn.Linear:
-    """Return a head whose values are all 0, in float32 at least, beside the model's weights."""
-    width = model.head.shape[1]
-    head = torch.nn.Linear(width, 1, device=model.head.device, dtype=_wide(model.head.dtype))
+def _value_head(model: PolicyModel, device: torch.device) -> torch.nn.Linear:
+    """Return a head whose values are all 0, in float32 at least; of several ranks each holds it whole."""
+    words: torch.Tensor = model.model.get_input_embeddings().weight  # type: ignore[operator]
+    head = torch.nn.Linear(words.shape[1], 1, device=device, dtype=_wide(words.dtype))
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     return head

@@ -7,7 +7,7 @@ sliding windows or soft-capped logits is refused, because the tree attention and
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,13 @@ class PolicyModel:
     def release(self) -> None:
         """Say that a run of passes has ended and weights may change: what a sharded model gathered for them goes."""
 
-    def keep_pace(self, device: torch.device, *, backward: bool) -> None:
-        """Make a pass over one token that adds nothing, beside ranks that have more to forward than this one."""
+    def keep_pace(self, device: torch.device, *, backward: bool, between: Callable[[], None] = lambda: None) -> None:
+        """Make a pass over one token that adds nothing, beside ranks that have more to forward than this one.
+
+        `between` is called where those pass through another model before they go back through this one.
+        """
         logprobs, _ = self.logprobs(to_device(nothing(), device))
+        between()
         if backward:
             logprobs.sum().backward()
 

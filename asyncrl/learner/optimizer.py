@@ -3,13 +3,14 @@
 Gradients of microbatches are added in the master's dtype as soon as the backward pass has made them, so a low-precision
 sum never exists and the model's own `.grad` is freed at once.
 
-Of a model that is sharded over ranks each steps its own part, whose parameters are the masters themselves.
+Of a model that is sharded over ranks each steps its own part, whose parameters are the masters themselves. Parameters
+that every rank holds whole (a value head) are stepped alike on each, on gradients that were added up over all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Optimizer:
                     parameter.copy_(self.masters[name])
             self._sums[name] = torch.zeros_like(self.masters[name])
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_Adder(self._sums[name])))
+        self._whole = [name for name, parameter in self._parameters.items() if not isinstance(parameter, DTensor)]
         matrices = [name for name, master in self.masters.items() if master.dim() > 1]
         others = [name for name, master in self.masters.items() if master.dim() <= 1]
         self._names = matrices + others
@@ -78,11 +80,22 @@ class Optimizer:
         """Return the summed gradients by name; `step` and `discard` empty them."""
         return dict(self._sums)
 
+    def add_up(self) -> None:
+        """Add up over ranks the gradients of what each holds whole: once a batch, after its last backward pass."""
+        self._ranks.add_up(*(self._sums[name] for name in self._whole))
+
     def gradient_norm(self) -> float:
         """Return the norm of the summed gradients over all ranks, nan or inf if any of them is."""
-        norms = torch._foreach_norm(list(self._sums.values()))
-        norm = float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
-        return norm if self._ranks.count == 1 else math.sqrt(self._ranks.total(norm * norm))
+        if self._ranks.count == 1:
+            return self._norm_of(self._sums)
+        sharded = self._norm_of([name for name in self._sums if name not in self._whole])
+        return math.hypot(math.sqrt(self._ranks.total(sharded * sharded)), self._norm_of(self._whole))
+
+    def _norm_of(self, names: Collection[str]) -> float:
+        if not names:
+            return 0.0
+        norms = torch._foreach_norm([self._sums[name] for name in names])
+        return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))
 
     def step(self, norm: float, *, scale: float = 1.0, learning_rate: float | None = None) -> None:
         """Apply the summed gradients, whose global norm is `norm`, and empty the sums.
@@ -110,11 +123,10 @@ class Optimizer:
         torch._foreach_zero_(list(self._sums.values()))
 
     def _copy_to_model(self) -> None:
-        copied = [name for name, parameter in self._parameters.items() if not isinstance(parameter, DTensor)]
-        if copied:
+        if self._whole:
             with torch.no_grad():
                 torch._foreach_copy_(
-                    [self._parameters[name] for name in copied], [self.masters[name] for name in copied]
+                    [self._parameters[name] for name in self._whole], [self.masters[name] for name in self._whole]
                 )
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -122,10 +134,10 @@ class Optimizer:
 
         Of a sharded parameter they are sharded as it is.
         """
-        found = {f"master.{name}": self._shard_of(name, master) for name, master in self.masters.items()}
+        found = {f"master.{name}": shard_of(self._parameters[name], master) for name, master in self.masters.items()}
         for name in self._names:
             for key, value in self._adam.state.get(self.masters[name], {}).items():
-                found[f"{key}.{name}"] = self._shard_of(name, value)
+                found[f"{key}.{name}"] = shard_of(self._parameters[name], value)
         return found
 
     def blank_state(self, *, moments: bool) -> dict[str, torch.Tensor]:
@@ -133,19 +145,10 @@ class Optimizer:
         found: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             for key in ("master", "exp_avg", "exp_avg_sq") if moments else ("master",):
-                found[f"{key}.{name}"] = self._shard_of(name, torch.zeros_like(master))
+                found[f"{key}.{name}"] = shard_of(self._parameters[name], torch.zeros_like(master))
             if moments:
                 found[f"step.{name}"] = torch.zeros(())
         return found
-
-    def _shard_of(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return this rank's `part` as a shard of what belongs to a parameter; anything else as it is."""
-        parameter = self._parameters[name]
-        if not isinstance(parameter, DTensor) or part.dim() == 0:
-            return part
-        return DTensor.from_local(
-            part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
 
     def restore(self, state: Mapping[str, torch.Tensor], *, updates: int, warm_updates: int = 0) -> None:
         """Go on from what `state` returned. Raises: CheckpointError naming what is missing or of another shape."""
@@ -172,6 +175,15 @@ class Optimizer:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, which is all of one that is not sharded; the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_of(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return this rank's `part` as a shard of what belongs to a sharded `parameter`; anything else as it is."""
+    if not isinstance(parameter, DTensor) or part.dim() == 0:
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 class _Adder:

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner import checkpoint
 from asyncrl.learner.attention_kinds import choose
 from asyncrl.learner.canary import canary_logprobs
-from asyncrl.learner.critic_kinds import open_critic, resume_critic
+from asyncrl.learner.critic_kinds import open_critic
 from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import ALONE, Place, Ranks
@@ -73,11 +73,11 @@ class Learner:
             checkpoint.restore_optimizer(self._optimizer, state, resumed, ranks=ranks)
             checkpoint.restore_random_state(state.random)
         self._teachers = open_teachers(job, self._model, self._optimizer.masters, device, ranks=ranks)
+        self._critic = open_critic(job, self._model, device, ranks=ranks)
         if state is not None:
-            self._teachers.restore(state.teacher)
-        self._critic = open_critic(job, self._model, device)
-        if state is not None:
-            resume_critic(self._critic, state.critic_tensors, state.critic)
+            assert resumed is not None
+            checkpoint.restore_teachers(self._teachers, state, resumed, ranks=ranks)
+            checkpoint.restore_critic(self._critic, state, resumed, ranks=ranks)
         self._stepper = Stepper(
             self._model,
             self._optimizer,

@@ -7,6 +7,7 @@ of the gradient) is put together over all ranks before anything is decided from 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import sys
@@ -20,7 +21,7 @@ import torch
 from torch import distributed
 
 from asyncrl import __version__, wire
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, LearnerError
 from asyncrl.losses import reduce, reduction
 from asyncrl.losses.reduction import Record
 from asyncrl.packing import Microbatch
@@ -115,7 +116,7 @@ class Ranks:
         return [bytes(row[: int(length)].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
     def add_up(self, *tensors: torch.Tensor) -> None:
-        """Replace each tensor, which lies in host memory, by its sum over all ranks."""
+        """Replace each tensor by its sum over all ranks."""
         if self.count > 1:
             for tensor in tensors:
                 distributed.all_reduce(tensor)
@@ -150,6 +151,23 @@ class Ranks:
             passes = int(most)
         yield from microbatches
         yield from [None] * (passes - len(microbatches))
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise a LearnerError that any rank raises inside on all of them, so that none waits for one that has left.
+
+        All ranks enter it at once; nothing that they do together may be inside.
+        """
+        said = ""
+        try:
+            yield
+        except LearnerError as error:
+            if self.count == 1:
+                raise
+            said = str(error) or "it does not say why"
+        for rank, data in enumerate(self.gather(said.encode())):
+            if data:
+                raise LearnerError(f"learner rank {rank}: {data.decode()}")
 
     def wait_all(self) -> None:
         """Return once every rank has come here."""

@@ -12,6 +12,7 @@ import torch
 from asyncrl.dealing import deal
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.model import PolicyModel
+from asyncrl.learner.optimizer import local_part, shard_of
 from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.packing import Batch, split, to_device
 
@@ -54,22 +55,34 @@ class Replica:
     def states(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states [N, C] on the device, and [W] int64 which of them predicts each marked token.
 
-        -1 for tokens that `rows.loss_mask` does not mark. The model is whole in this process.
+        -1 for tokens that `rows.loss_mask` does not mark. Each rank asks for rows of its own, all at once; one that has
+        none keeps pace. Until `release` a sharded model's head is whole.
         """
         states: list[torch.Tensor] = []
         row = torch.full((rows.num_tokens,), -1, dtype=torch.int64)
+        microbatches = split(rows, max_tokens=self._max_tokens, share_prefixes=self._share_prefixes)
         with torch.no_grad():
-            for microbatch in split(rows, max_tokens=self._max_tokens, share_prefixes=self._share_prefixes):
+            for microbatch in self._ranks.in_step(microbatches):
+                if microbatch is None:
+                    self.model.keep_pace(self._device, backward=False)
+                    continue
                 marked = microbatch.token_index[microbatch.scored_index]
                 row[marked] = microbatch.prediction_index + sum(map(len, states))
                 states.append(self.model.hidden(to_device(microbatch, self._device)))
         return torch.cat(states), row
 
+    def keep_pace(self) -> None:
+        """Stand beside ranks that ask for states while this one has nothing to ask for."""
+        with torch.no_grad():
+            for _ in self._ranks.in_step([]):
+                self.model.keep_pace(self._device, backward=False)
+
 
 class MovingAverage:
     """Weights that follow the policy's: average += rate (policy - average) after each step, in the masters' dtype.
 
-    It begins where the policy is when it is first asked, so that a warm start is in it.
+    It begins where the policy is when it is first asked, so that a warm start is in it. Of a model that is sharded over
+    ranks each moves its own part.
     Source: a teacher of averaged weights as in SDPO, arXiv:2601.20802 (rate 0.05 there).
     """
 
@@ -93,8 +106,15 @@ class MovingAverage:
         self._copy()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the average by parameter name; nothing where it has not begun."""
-        return dict(self._average)
+        """Return the average by parameter name, sharded as the model is; nothing where it has not begun."""
+        return {name: shard_of(self._parameters[name], average) for name, average in self._average.items()}
+
+    def blank_state(self) -> dict[str, torch.Tensor]:
+        """Return what `state` would, of zeros and in memory of its own, for a reader to fill."""
+        return {
+            name: shard_of(parameter, torch.zeros_like(self._masters[name]))
+            for name, parameter in self._parameters.items()
+        }
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `state` returned. Raises: CheckpointError naming what is missing or of another shape."""
@@ -102,17 +122,17 @@ class MovingAverage:
             return
         self.begin()
         for name, average in self._average.items():
-            found = state.get(name)
-            if found is None or found.shape != average.shape:
-                what = "is missing" if found is None else f"has shape {list(found.shape)}, not {list(average.shape)}"
+            found, shape = state.get(name), self._parameters[name].shape
+            if found is None or found.shape != shape:
+                what = "is missing" if found is None else f"has shape {list(found.shape)}, not {list(shape)}"
                 raise CheckpointError(f"the teacher's average: {name} {what}")
-            average.copy_(found)
+            average.copy_(local_part(found))
         self._copy()
 
     def _copy(self) -> None:
         with torch.no_grad():
             for name, average in self._average.items():
-                self._parameters[name].copy_(average)
+                local_part(self._parameters[name]).copy_(average)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import torch
 
+from asyncrl.dealing import deal
 from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.ranks import ALONE, Ranks
 from asyncrl.learner.vocabulary import tokenizer_of
 from asyncrl.packing import Batch
 
@@ -35,16 +37,19 @@ class ServedModel:
         *,
         timeout_s: float,
         section: str,
+        ranks: Ranks = ALONE,
         entries_per_request: int = _REQUEST_ENTRIES,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`section` is named where a setting is to blame; `transport` replaces the network.
 
-        An answer holds at most `entries_per_request` log-probs, but at least those of one row.
+        An answer holds at most `entries_per_request` log-probs, but at least those of one row. Each of `ranks` asks for
+        its share of the rows, and all of them are told what the others found.
         """
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._section = section
+        self._ranks = ranks
         self._entries_per_request = entries_per_request
         self._model = ""
         self._client = httpx.Client(
@@ -62,10 +67,14 @@ class ServedModel:
     def check(self, model_directory: Path, *, top_k: int) -> None:
         """Raise unless the server answers, reads text as the model's own tokenizer does, and gives `top_k` log-probs.
 
+        The first rank alone reads `model_directory`; the others see whether an answer comes to their host.
+
         Raises: ConfigError naming the setting; LearnerError where the server does not answer.
         """
         models = self._answer("GET", "/v1/models").get("data") or [{}]
         self._model = str(models[0].get("id", ""))
+        if not self._ranks.is_first:
+            return
         tokenizer = tokenizer_of(model_directory)
         marks = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
         text = "".join(marks[:_MARKS]) + _PROBE
@@ -87,9 +96,11 @@ class ServedModel:
         Raises: LearnerError.
         """
         found = torch.zeros(rows.num_tokens)
-        for start, tokens, entries in self._rows(rows, 0):
-            values = [_value(entry, token) for token, entry in zip(tokens[1:], entries[1:], strict=True)]
-            found[start + 1 : start + len(tokens)] = torch.tensor(values)
+        with self._ranks.failing_together():
+            for start, tokens, entries in self._rows(rows, 0):
+                values = [_value(entry, token) for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+                found[start + 1 : start + len(tokens)] = torch.tensor(values)
+        self._ranks.add_up(found)
         return torch.where(rows.loss_mask, found, 0.0)
 
     def top_k(self, rows: Batch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,18 +110,25 @@ class ServedModel:
         """
         ids = torch.zeros(rows.num_tokens, k, dtype=torch.int64)
         logprobs = torch.zeros(rows.num_tokens, k)
-        for start, tokens, entries in self._rows(rows, k):
-            likeliest = [_likeliest(entry, k) for entry in entries[1:]]
-            part = slice(start + 1, start + len(tokens))
-            ids[part] = torch.tensor([[token for token, _ in row] for row in likeliest])
-            logprobs[part] = torch.tensor([[value for _, value in row] for row in likeliest])
+        with self._ranks.failing_together():
+            for start, tokens, entries in self._rows(rows, k):
+                likeliest = [_likeliest(entry, k) for entry in entries[1:]]
+                part = slice(start + 1, start + len(tokens))
+                ids[part] = torch.tensor([[token for token, _ in row] for row in likeliest])
+                logprobs[part] = torch.tensor([[value for _, value in row] for row in likeliest])
+        self._ranks.add_up(ids, logprobs)
         marked = rows.loss_mask.unsqueeze(1)
         return torch.where(marked, ids, 0), torch.where(marked, logprobs, 0.0)
 
     def _rows(self, rows: Batch, k: int) -> Iterator[tuple[int, list[int], list[Any]]]:
-        """Yield (place of the first token, tokens, the server's entry for each) of every row with a marked token."""
+        """Yield (place of the first token, tokens, the server's entry for each) of this rank's rows.
+
+        One without a marked token is left out.
+        """
         asked: list[tuple[int, list[int]]] = []
-        for start, end in pairwise(rows.cu_seqlens.tolist()):
+        bounds = list(pairwise(rows.cu_seqlens.tolist()))
+        for row in deal(rows, self._ranks.count, max_tokens=rows.num_tokens)[self._ranks.place.rank]:
+            start, end = bounds[row]
             marked = rows.loss_mask[start:end].nonzero()
             if len(marked):
                 asked.append((start, rows.token_ids[start : start + int(marked[-1]) + 1].tolist()))

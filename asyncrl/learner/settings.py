@@ -97,9 +97,8 @@ class LearnerSettings:
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
     ranks: int = 1
-    """Processes that hold the model between them (FSDP2), and any reference or teacher too: each keeps its part of
-    weights and optimizer, and reads its share of every batch. On GPUs each takes one. More than one have no critic, no
-    distillation, no averaged teacher and no server to ask."""
+    """Processes that hold the model between them (FSDP2), and any reference, teacher or value model too: each keeps its
+    part of weights and optimizer, and reads its share of every batch. On GPUs each takes one. Adapters: 1."""
     start: str = "here"
     """"here": its processes are started on this host with the run. "by_hand": the run says what starts them and waits;
     with `torchrun` they may be on several hosts, which share the run directory, the first rank on this one."""
@@ -183,7 +182,7 @@ class LearnerSettings:
         if self.lora.enabled:
             self._check_lora()
         if self.ranks > 1:
-            self._check_several_ranks(loss)
+            self._check_several_ranks()
 
     def _check_lora(self) -> None:
         whole = {
@@ -197,15 +196,8 @@ class LearnerSettings:
                     "([learner.lora]) trains adapters alone: leave one of the two out"
                 )
 
-    def _check_several_ranks(self, loss: LossSettings) -> None:
-        unshared = {
-            f'kind = "{self.critic.kind}" ([learner.critic])': self.critic.on,
-            "enabled = true ([learner.lora])": self.lora.enabled,
-            f"ema_rate = {self.teacher.ema_rate} ([learner.teacher])": self.teacher.ema_rate > 0,
-            'source = "engine" ([learner.teacher])': self.teacher.source == "engine",
-            'source = "engine" ([learner.reference])': self.needs_reference and self.reference.source == "engine",
-            f"distillation_coef = {loss.distillation_coef} of loss {self.loss!r}": loss.distillation_coef > 0,
-        }
+    def _check_several_ranks(self) -> None:
+        unshared = {"enabled = true ([learner.lora])": self.lora.enabled}
         for what, found in unshared.items():
             if found:
                 raise ConfigError(f"ranks = {self.ranks} ([learner]) cannot share {what}: set ranks = 1")

@@ -56,12 +56,13 @@ def load_sharded(
     gradient_checkpointing: bool,
     attention: str,
     frozen: bool = False,
+    with_head: bool = True,
 ) -> ShardedModel:
     """Return this rank's part of the model in `directory`, which the first rank alone reads. All ranks call it at once.
 
     Its parameters are float32 (float64 for float64); `dtype` is what they are gathered in. One that is `frozen` has no
-    masters: its parameters are of `dtype`, and need no gradient. Raises: ConfigError as
-    `load_model`, and for an architecture that does not say what a layer is.
+    masters: its parameters are of `dtype`, and need no gradient. Without its LM head a model gives hidden states alone.
+    Raises: ConfigError as `load_model`, and for an architecture that does not say what a layer is.
     """
     chosen = choose(attention, device, dtype)
     whole = read_model(directory, dtype=dtype, attention=chosen) if ranks.is_first else None
@@ -70,9 +71,12 @@ def load_sharded(
     prepare(model, gradient_checkpointing=gradient_checkpointing)
     model.to(dtype if frozen else torch.promote_types(dtype, torch.float32))
     model.requires_grad_(not frozen)
+    if not with_head:
+        model.set_output_embeddings(torch.nn.Identity())
     _shard(model, ranks, dtype, device)
     model.to_empty(device=device)
-    model.tie_weights()
+    if with_head:
+        model.tie_weights()
     with torch.no_grad():
         _hand_out(model, {} if whole is None else _tensors(whole), ranks)
     return ShardedModel(model, temperature=temperature, head_dtype=head_dtype)

@@ -1,8 +1,9 @@
 """What several ranks write of a checkpoint, and how any number of them read it.
 
 learner/optimizer/shard-*.safetensors: each rank's parts of masters and moments, with where they lie in the whole, by
-`torch.distributed.checkpoint`. Its usual files hold pickles, which run code when they are read; these hold arrays only.
-A single rank's `learner/optimizer.safetensors` is read in the same way, as one part that is the whole.
+`torch.distributed.checkpoint`; learner/teacher/ and learner/critic/ hold what an averaged teacher and a critic are, in
+the same way. Its usual files hold pickles, which run code when they are read; these hold arrays only. A single rank's
+`learner/optimizer.safetensors` is read in the same way, as one part that is the whole.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -25,12 +27,19 @@ from asyncrl.weight_sync.checksum import checksum
 from asyncrl.weight_sync.sharded import entries_of, gathered, take_part
 from asyncrl.weight_sync.weight_file import write_weight_file
 
-_FOLDER = "optimizer"
+OPTIMIZER = "optimizer"
+TEACHER = "teacher"
+CRITIC = "critic"
 
 
 def is_sharded(learner: Path) -> bool:
     """Tell whether several ranks wrote the `learner` folder of a checkpoint."""
-    return (learner / _FOLDER).is_dir()
+    return (learner / OPTIMIZER).is_dir()
+
+
+def whole_file(learner: Path, part: str) -> Path:
+    """Return where a single rank writes `part`, which is OPTIMIZER, TEACHER or CRITIC."""
+    return learner / f"{part}.safetensors"
 
 
 def write_model(
@@ -47,9 +56,9 @@ def write_model(
     write_weight_file(path, entries, buffers, metadata={"format": "pt"}, durable=True, digest=checksum)
 
 
-def write_state(state: Mapping[str, torch.Tensor], learner: Path, ranks: Ranks) -> None:
-    """Write this rank's parts of `state` below `learner`; all ranks call it."""
-    folder = learner / _FOLDER
+def write_state(state: Mapping[str, torch.Tensor], learner: Path, part: str, ranks: Ranks) -> None:
+    """Write this rank's parts of `state` below `learner`, as `part` of it; all ranks call it."""
+    folder = learner / part
     folder.mkdir(exist_ok=True)
     save(
         dict(state),
@@ -58,26 +67,47 @@ def write_state(state: Mapping[str, torch.Tensor], learner: Path, ranks: Ranks) 
     )
 
 
-def read_state(blank: dict[str, torch.Tensor], learner: Path, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Fill this rank's parts in `blank` with what stands below `learner`, and return it; all ranks call it.
+def read_state(blank: dict[str, torch.Tensor], learner: Path, part: str, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Fill this rank's parts in `blank` with `part` of what stands below `learner`, and return it; all ranks call it.
 
     Raises: CheckpointError naming what is missing or of another shape.
     """
-    folder = learner / _FOLDER if is_sharded(learner) else learner
+    if not blank:
+        return blank
     try:
-        _check(blank, HuggingFaceStorageReader(str(folder)), learner.parent)
+        _check(blank, _reader(learner, part), learner.parent)
         with warnings.catch_warnings():
             # It is what is meant: one process reads what several wrote.
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             load(
                 blank,
-                storage_reader=HuggingFaceStorageReader(str(folder)),
+                storage_reader=_reader(learner, part),
                 process_group=ranks.in_host_memory,
                 no_dist=ranks.count == 1,
             )
     except (OSError, SafetensorError, CheckpointException) as error:
-        raise CheckpointError(f"checkpoint {learner.parent}: learner/{_FOLDER} cannot be read: {error}") from None
+        raise CheckpointError(f"checkpoint {learner.parent}: learner/{part} cannot be read: {error}") from None
     return blank
+
+
+def _reader(learner: Path, part: str) -> HuggingFaceStorageReader:
+    """Return a reader of the shards of `part`, or of the one file that a single rank wrote."""
+    if is_sharded(learner):
+        return HuggingFaceStorageReader(str(learner / part))
+    reader = HuggingFaceStorageReader(str(learner))
+    reader.fs = _OneFile(str(whole_file(learner, part)))
+    return reader
+
+
+class _OneFile(FileSystem):
+    """A directory of which one file is seen: those of other parts beside it may hold the same names."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def ls(self, path: Any) -> list[str]:
+        """See `FileSystem.ls`."""
+        return [self._path]
 
 
 def _check(blank: Mapping[str, torch.Tensor], reader: HuggingFaceStorageReader, directory: Path) -> None:

@@ -198,7 +198,7 @@ class Stepper:
         rest = [m for m in microbatches if bool(idle[m.segment_index].all())]
         for microbatch, learns in [*self._in_step(learning, True), *self._in_step(rest, False)]:
             if microbatch is None:
-                self._model.keep_pace(self._device, backward=learns)
+                self._model.keep_pace(self._device, backward=learns, between=read.keep_pace)
                 continue
             there = to_device(microbatch, self._device)
             with torch.set_grad_enabled(learns):
@@ -221,6 +221,7 @@ class Stepper:
             policy[microbatch.token_index] = logprobs_T.detach().double().cpu()
             entropy[microbatch.token_index] = entropy_T.detach().double().cpu()
         self._model.release()
+        self._teachers.release()
         self._ranks.add_up(policy, entropy, *([] if influence is None else [influence]))
         total, records = self._ranks.total(total), merge_over(self._ranks, reduce(parts))
         if self._critic is not None:

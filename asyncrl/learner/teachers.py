@@ -4,7 +4,8 @@ Legend: `T` tokens of the policy's batch, `T_m` of one microbatch, `P` its predi
 
 Both are the same machinery: a replica in this process, or a served model. Log-probs of the sampled tokens are taken for
 the whole batch before the first backward pass. Divergences need the policy's hidden states too, so they are taken with
-each microbatch, over every different pair of a policy's and a teacher's state once.
+each microbatch, over every different pair of a policy's and a teacher's state once. Of several ranks each asks for its
+own share: a replica's passes are made by all at once, so one that has no microbatch left keeps pace.
 """
 
 from __future__ import annotations
@@ -84,9 +85,18 @@ class Teachers:
         if self._average is not None:
             self._average.advance()
 
+    def release(self) -> None:
+        """Say that a run of passes has ended: what a sharded replica gathered for them goes."""
+        if isinstance(self.teacher, Replica):
+            self.teacher.model.release()
+
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint must keep: nothing, unless the teacher is an average."""
         return self._average.state() if self._average is not None else {}
+
+    def blank_state(self) -> dict[str, torch.Tensor]:
+        """Return what `state` would once the average has begun, for a reader to fill."""
+        return self._average.blank_state() if self._average is not None else {}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `state` returned. Raises: CheckpointError."""
@@ -129,6 +139,11 @@ class Readings:
         if self._teachers.loss.distillation_coef and self._teachers.teacher is not None:
             found["teacher_divergence"] = self._divergence(microbatch, hidden)
         return found
+
+    def keep_pace(self) -> None:
+        """Do what `given` does with other ranks, on one that has no microbatch left."""
+        if self._teachers.loss.distillation_coef and isinstance(self._teachers.teacher, Replica):
+            self._teachers.teacher.keep_pace()
 
     def _divergence(self, microbatch: Microbatch, hidden: torch.Tensor) -> torch.Tensor:
         trained = self._batch.loss_mask[microbatch.token_index[microbatch.scored_index]]
@@ -230,7 +245,7 @@ def _asked(
     top_k: int = 0,
 ) -> Asked:
     if settings.source == "engine":
-        served = ServedModel(settings.url, timeout_s=settings.timeout_s, section=section)
+        served = ServedModel(settings.url, timeout_s=settings.timeout_s, section=section, ranks=ranks)
         served.check(job.model, top_k=top_k)
         return served
     if settings.source == "model" and ranks.is_first:
