@@ -8,6 +8,7 @@ from pathlib import Path
 
 import trio
 
+from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config
 from asyncrl.engines import Canary, EnginePool, EngineSettings, StartServer, VLLMEngine, command, free_port
@@ -92,6 +93,16 @@ def make_pool(
     make = engine_clients(config, renderer, run_id, version, canary)
     urls = config.engine.urls or ("",) * config.engine.count
     return EnginePool([make(f"engine {index}", url) for index, url in enumerate(urls)], config.engine)
+
+
+def model_to_serve(config: Config, checkpoint: Checkpoint | None) -> tuple[Path, PolicyVersion]:
+    """Return the model that a run's servers are started from, and what its weights are called.
+
+    A checkpoint of adapters is no model: servers then begin with the model below them, and have to be sent the adapter.
+    """
+    if checkpoint is None or config.learner.lora.enabled:
+        return config.model.path, 0
+    return checkpoint.model_directory, checkpoint.version
 
 
 def engine_starts(

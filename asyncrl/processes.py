@@ -24,7 +24,7 @@ from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child
 from asyncrl.configs import Config, to_table
 from asyncrl.curriculum import with_curriculum
-from asyncrl.engine_processes import NoEngines, engine_clients, engine_starts, make_pool
+from asyncrl.engine_processes import NoEngines, engine_clients, engine_starts, make_pool, model_to_serve
 from asyncrl.engines import Canary, EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
@@ -151,8 +151,7 @@ async def open_parts(
     Raises (in an exception group) EngineError, LearnerError, SandboxError.
     """
     version = checkpoint.version if checkpoint else 0
-    whole = checkpoint is not None and not config.learner.lora.enabled  # an adapter alone is no model to start from
-    model = checkpoint.model_directory if checkpoint and whole else config.model.path
+    model, served = model_to_serve(config, checkpoint)
     for path in remove_stale():
         say(f"removed {path}, left by a run that was killed")
     run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
@@ -170,11 +169,11 @@ async def open_parts(
         learner = await _start_learner(config, directory, checkpoint, run_id, canary, stack, children, say)
         async with _watched(children), trio.open_nursery() as services:
             async with trio.open_nursery() as starting:
-                starts = engine_starts(config, directory, model, version if whole else 0)
+                starts = engine_starts(config, directory, model, served)
                 starting.start_soon(services.start, partial(pool.serve, starts, say=say))
                 starting.start_soon(learner.wait_ready, version)
             say(f"the learner computes on {learner.computes_on}")
-            if config.samples and (config.engine.urls or (checkpoint and not whole)):  # they hold something else
+            if config.samples and (config.engine.urls or served != version):  # they hold something else
                 await pool.pull_all(await learner.publish())
             if canary is not None and isinstance(pool, EnginePool):
                 await pool.learn_canary(canary, learner.canary_logprobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -19,11 +20,15 @@ from test_learner_numerics import with_exact_norms
 from tiny_model import build_tiny_model
 from transformers import AutoModelForCausalLM
 
+from asyncrl.checkpoint import Checkpoint
+from asyncrl.configs import Config, build
+from asyncrl.engine_processes import model_to_serve
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.credit import select
 from asyncrl.learner.critic_settings import CriticSettings
 from asyncrl.learner.lora import LoraModel, add_adapter, load_lora
 from asyncrl.learner.lora_settings import LoraSettings, check_lora
+from asyncrl.learner.merged import is_adapter, write_whole
 from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.process import Learner
 from asyncrl.learner.settings import LearnerJob, LearnerSettings
@@ -234,6 +239,10 @@ def test_adapters_alone_are_trained_sent_and_saved_as_peft_reads_them(tmp_path: 
         ours = logprobs(one._model)[mask]
         torch.testing.assert_close(padded_logprobs(read)[mask], ours, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(padded_logprobs(read.merge_and_unload())[mask], ours, rtol=1e-5, atol=1e-5)
+        write_whole(saved / "model", tmp_path / "whole")
+        whole = load_model(tmp_path / "whole", dtype=torch.float32, device=CPU)
+        torch.testing.assert_close(logprobs(whole)[mask], ours, rtol=1e-5, atol=1e-5)
+    assert sorted(os.listdir(tmp_path / "whole")) == sorted(os.listdir(model_directory()))
     one.close()
 
 
@@ -290,6 +299,35 @@ def test_a_value_head_trains_the_adapters_where_its_gradient_is_not_stopped(tmp_
         factors[stop] = {name: factor.detach().clone() for name, factor in one._model.tensors().items()}
         one.close()
     assert any(not torch.equal(factors[True][name], factors[False][name]) for name in factors[True])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"base_model_name_or_path": "/gone"}, "is an adapter of /gone, where there is no model any more"),
+        ({"use_rslora": True}, "has use_rslora, and only plain LoRA is merged"),
+        ({"peft_type": "IA3"}, "is of type IA3"),
+    ],
+)
+def test_an_adapter_that_cannot_be_made_whole_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    model = load()
+    model.write_config(tmp_path, model_directory())
+    assert is_adapter(tmp_path)
+    assert not is_adapter(model_directory())
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(CheckpointError, match=words):
+        write_whole(tmp_path, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
+def test_engines_of_a_resumed_run_begin_with_the_model_below_its_adapters(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(directory=tmp_path, version=3, state={})
+    tables = {"model": {"path": "base"}, "environment": {"name": "bugfix"}}
+    for lora, served in ((False, (tmp_path / "model", 3)), (True, (Path("base"), 0))):
+        config = build(Config, {**tables, "learner": {"lora": {"enabled": lora}}})
+        assert model_to_serve(config, checkpoint) == served
+        assert model_to_serve(config, None) == (Path("base"), 0)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

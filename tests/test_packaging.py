@@ -169,7 +169,7 @@ def test_everything_imported_is_declared() -> None:
 def test_the_lock_satisfies_what_the_project_requires() -> None:
     pins = locked()
     unsatisfied = []
-    for requirement in requirements("cpu", "demo", "dev"):
+    for requirement in requirements("cpu", "demo", "lora", "dev"):
         name = canonicalize_name(requirement.name)
         if name == "torch" or (requirement.marker and not requirement.marker.evaluate()):
             continue  # torch is installed apart; the set-up names its version

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from engine_server import Server, running_server
+from safetensors.torch import load_file
 from tiny_model import state_of
 from tree import ROOT
 from verifiers_python import MODULES, verifiers_python
@@ -46,6 +47,7 @@ SHOWS: Mapping[str, tuple[str, ...]] = {
     "echo": ("observation_loss",),
     "grpo": ("reference_kl",),
     "gspo": ("clipped_high_frac", "geo_weight_max"),
+    "lora": ("reference_kl",),
     "ppo_value_head": ("value_loss", "critic_grad_norm"),
     "ppo_yes_no": ("value_loss", "value_mean"),
     "self_distillation": ("teacher_divergence", "divergence_clipped_frac"),
@@ -149,7 +151,16 @@ def check_trained(directory: RunDirectory, model: Path, *, warm_steps: int, boun
         assert step["grad_norm"] > 0
         assert step["staleness_max"] <= bound
         assert step["tokens_trained"] > 0
-    before, after = state_of(model), state_of(directory.checkpoints / f"step-{warm_steps + STEPS}" / "model")
+    before, trained = state_of(model), directory.checkpoints / f"step-{warm_steps + STEPS}" / "model"
+    if load_config(directory.config).learner.lora.enabled:
+        factors = load_file(trained / "adapter_model.safetensors")
+        changed = {
+            name.removeprefix("base_model.model.").replace(".lora_B", "") for name in factors if "lora_B" in name
+        }
+        assert changed <= before.keys()
+        assert any(bool(factor.any()) for name, factor in factors.items() if "lora_B" in name)
+        return steps
+    after = state_of(trained)
     assert after.keys() == before.keys()
     assert any(not after[name].equal(before[name]) for name in before)
     return steps

@@ -78,6 +78,11 @@ class Merged:
     def __len__(self) -> int:
         return len(self._files)
 
+    @property
+    def names(self) -> list[str]:
+        """Of all of them, in the checkpoint's order."""
+        return [name for name, _ in self._files]
+
     def tensors(self, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield some of them, in the checkpoint's order."""
         for name, file in self._files[start:end]:

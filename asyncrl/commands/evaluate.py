@@ -29,6 +29,7 @@ from asyncrl.commands.arguments import add_config_arguments
 from asyncrl.configs import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import evaluate
+from asyncrl.learner.merged import is_adapter, write_whole
 from asyncrl.preflight import preflight
 from asyncrl.processes import open_evaluation
 from asyncrl.progress import Progress
@@ -79,10 +80,16 @@ def main(arguments: argparse.Namespace) -> int:
     model, version = _model(arguments, config)
     if config.engine.urls and (model != config.model.path or arguments.baseline):
         raise ConfigError("servers that run elsewhere serve a model of their own: leave urls empty ([engine])")
-    configs = [replace(config, model=replace(config.model, path=path)) for path in (model, arguments.baseline) if path]
-    for one in configs:
-        preflight(one)
-    measured = [_measure(one, arguments, samples, version if one is configs[0] else 0) for one in configs]
+    models = [path for path in (model, arguments.baseline) if path]
+    with tempfile.TemporaryDirectory(prefix="asyncrl-eval-models-") as scratch:
+        wholes = [_whole(path, Path(scratch) / str(place)) for place, path in enumerate(models)]
+        configs = [replace(config, model=replace(config.model, path=path)) for path in wholes]
+        for one in configs:
+            preflight(one)
+        measured = [
+            replace(_measure(one, arguments, samples, version if one is configs[0] else 0), model=path)
+            for one, path in zip(configs, models, strict=True)
+        ]
     found = _as_json(measured)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -105,6 +112,14 @@ def _model(arguments: argparse.Namespace, config: Config) -> tuple[Path, PolicyV
         kept = ", ".join(map(str, checkpoints.versions())) or "none"
         raise ConfigError(f"there is no such checkpoint in {arguments.run}: kept are {kept} (--run, --version)")
     return checkpoint.model_directory, checkpoint.version
+
+
+def _whole(model: Path, scratch: Path) -> Path:
+    """Return a directory that an engine can serve: `model`, or what the adapter in it makes of the model it names."""
+    if not is_adapter(model):
+        return model
+    write_whole(model, scratch)
+    return scratch
 
 
 def _measure(config: Config, arguments: argparse.Namespace, samples: int, version: PolicyVersion) -> Measured:
