@@ -388,6 +388,7 @@ def report(version: int, digest: str, broken: str = "") -> bytes:
     one = {
         "run_id": "run", "version": version, "digest": digest, "digests": ["00"], "mismatched": "", "broken": broken,
         "encoding": "full", "num_bytes": 4, "chain_break": "", "seconds": {},
+        "is_over": True, "has_failed": False,  # of the update, so that the same answer does for that question
     }  # fmt: skip
     return json.dumps({"results": [one, one]}).encode()
 
@@ -409,10 +410,10 @@ def test_a_pull_goes_through_its_phases_in_the_one_order_that_labels_exactly() -
 
     run(script, body)
     assert control(script) == [
-        "/start_weight_update", "/update_weights", "/update_weights", "/update_weights",
+        "/start_weight_update", "/update_weights", "/collective_rpc",
         "/pause", "/finish_weight_update", "/collective_rpc", "/resume",
     ]  # fmt: skip
-    assert script.asked[4][0] == "/pause?mode=keep&clear_cache=false"
+    assert script.asked[3][0] == "/pause?mode=keep&clear_cache=false"
     assert dict(script.asked)["/finish_weight_update"] == {"weight_version": "1"}
 
 
@@ -450,6 +451,77 @@ def test_an_engine_that_computed_another_digest_is_put_out_of_service() -> None:
 
     run(script, body)
     assert "/resume" in control(script)
+
+
+@dataclass
+class _Loading(Script):
+    """A server whose two ranks load: of each question how far they are, the bytes loaded and what is over or failed."""
+
+    stages: list[dict[str, Any]] = field(default_factory=list)
+
+    def answer(self, path: str) -> tuple[int, bytes]:
+        if path != "/collective_rpc" or self.asked[-1][1]["method"] != "asyncrl_weight_progress":
+            return super().answer(path)
+        stage = self.stages.pop(0) if len(self.stages) > 1 else self.stages[0]
+        if stage["has_failed"]:
+            self.answers["/update_weights"] = (500, b'{"error":{"message":"version 1 lacks a"}}')
+        rank = {"num_bytes": 0, "is_over": True, "has_failed": False}
+        return 200, json.dumps({"results": [rank, {**rank, **stage}]}).encode()
+
+    @property
+    def waits(self) -> list[float]:
+        """What was asked to be waited for, of each question."""
+        return [body["kwargs"]["wait_s"] for _, body in self.asked if body.get("method") == "asyncrl_weight_progress"]
+
+
+def stage(num_bytes: int, *, is_over: bool = False, has_failed: bool = False) -> dict[str, Any]:
+    return {"num_bytes": num_bytes, "is_over": is_over, "has_failed": has_failed}
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_server_is_paused_when_the_last_rank_has_loaded_and_one_that_decodes_is_not_made_to_wait(busy: bool) -> None:
+    script = _Loading(
+        answers={"/collective_rpc": (200, report(1, manifest().digest)), GENERATE: (200, GOOD)},
+        stages=[stage(0), stage(2), stage(4, is_over=True)],
+        hold=trio.Event(),
+    )
+
+    async def body(engine: VLLMEngine) -> None:
+        async with trio.open_nursery() as nursery:
+            if busy:
+                nursery.start_soon(sample, engine)
+                while not script.asked:
+                    await trio.lowlevel.checkpoint()
+            await engine.pull(manifest())
+            nursery.cancel_scope.cancel()
+
+    run(script, body)
+    assert script.waits == [0.0 if busy else 0.05] * 3
+    assert control(script)[1:6] == ["/update_weights", *["/collective_rpc"] * 3, "/pause"]
+
+
+def test_what_a_rank_found_while_it_loaded_is_asked_for_and_the_server_is_not_paused() -> None:
+    script = _Loading(
+        answers={"/collective_rpc": (200, report(0, ""))}, stages=[stage(2), stage(2, is_over=True, has_failed=True)]
+    )
+
+    async def body(engine: VLLMEngine) -> None:
+        with pytest.raises(WeightSyncError, match=r"^engine-0, update of version 1: version 1 lacks a; at least 0"):
+            await engine.pull(manifest())
+
+    run(script, body)
+    assert "/pause" not in control(script)
+
+
+def test_a_load_that_gets_no_further_ends_at_its_deadline_though_the_server_answers() -> None:
+    script = _Loading(answers={"/collective_rpc": (200, report(0, ""))}, stages=[stage(1), stage(2)])
+
+    async def body(engine: VLLMEngine) -> None:
+        with pytest.raises(WeightSyncError, match=r"engine-0, update of version 1: no progress in 0\.05 s"):
+            await engine.pull(manifest())
+
+    run(script, body, sync_timeout_s=0.05)
+    assert len(script.waits) > 2
 
 
 def test_a_refused_update_leaves_the_engine_serving_what_it_held() -> None:

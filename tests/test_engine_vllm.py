@@ -445,8 +445,8 @@ def test_a_pull_that_is_given_up_when_all_is_loaded_changes_nothing(
 def test_a_server_that_a_killed_run_left_in_the_middle_of_an_update_serves_the_next_run(server: Server) -> None:
     async def body(rig: Rig) -> None:
         await rig.engine.control.post("/start_weight_update", None, {})
-        piece = {"manifest": manifest_to_json(rig.publish(2)), "num_tensors": 3}
-        await rig.engine.control.post("/update_weights", {"update_info": piece}, {})
+        update = {"manifest": manifest_to_json(rig.publish(2))}
+        await rig.engine.control.post("/update_weights", {"update_info": update}, {})
 
     async def next_run(rig: Rig) -> None:
         completion = await rig.pool.sample(prompt_of("on"), max_tokens=8, trajectory_id="t")

@@ -28,9 +28,12 @@ class Bytes:
 
 def encode(entries: tuple[TensorEntry, ...], old: Bytes, new: Bytes) -> tuple[WeightDelta, Bytes]:
     """Return the delta and the bytes of its parts."""
-    writer = DeltaWriter(entries, old.data, new.data)
+    writer = DeltaWriter(limit=2**40)
+    for entry in entries:
+        writer.add(entry, old.data(entry), new.data(entry))
     buffers = [bytes(buffer) for buffer in writer.buffers()]
     assert [len(buffer) for buffer in buffers] == [part.num_bytes for part in writer.parts]
+    assert writer.num_bytes == sum(len(buffer) for buffer in buffers)
     delta = WeightDelta(version=2, base_version=1, base_digest="", location="/delta", tensors=writer.parts, digest="")
     return delta, Bytes(b"".join(buffers))
 
@@ -87,6 +90,17 @@ def test_the_base_and_the_delta_make_the_version(draw: st.DataObject) -> None:
         assert old.raw == new.raw
 
 
+def test_a_delta_that_is_no_smaller_than_the_version_is_given_up() -> None:
+    """Kills: a learner that goes on to hold more than one more copy of the weights."""
+    (entry,), old, new = bf16(1000, 1000)
+    writer = DeltaWriter(limit=4000)
+    for _ in range(3):
+        assert writer.is_worth_it == (writer.num_bytes < 4000)
+        writer.add(entry, old.data(entry), new.data(entry))
+    assert not writer.is_worth_it
+    assert writer.num_bytes == 4000, "the third was not looked at"
+
+
 def test_elements_are_compared_by_their_bits() -> None:
     entries = layout([("a", "F32", (100,))])
     old, new = np.zeros(100, np.float32), np.zeros(100, np.float32)
@@ -99,11 +113,12 @@ def test_elements_are_compared_by_their_bits() -> None:
     assert one.raw == other.raw
 
 
-def test_blocks_do_not_show() -> None:
-    """A tensor of more elements than one block, changed at its first, its last and at a block's edges."""
-    count = 2**18 * 2 + 77
+@pytest.mark.parametrize("count", [2**18 * 2 + 76, 2**18 * 2 + 77])
+def test_blocks_do_not_show(count: int) -> None:
+    """A tensor of more elements than one block, changed at its first, its last and at a block's edges; few and many."""
     old = np.zeros(count, np.uint16)
-    for places in ([0, 2**18 - 1, 2**18, count - 1], list(range(0, count, 9))):
+    edges = [0, 2**18 - 1, 2**18, count - 1]
+    for places in (edges, [*edges, 6, 7, 8], list(range(0, count, 9)), list(range(0, count, 3))):
         new = old.copy()
         new[places] = 5
         entries = layout([("a", "BF16", (count,))])

@@ -111,6 +111,27 @@ def test_a_delta_from_a_version_that_was_read_and_abandoned_is_not_put_on_top_of
     assert report["placed"] == "values"
 
 
+def test_an_update_tells_how_far_it_is_and_what_was_wrong_with_it(rig: Rig) -> None:
+    def begin(manifest: WeightManifest) -> None:
+        rig.engine.start_weight_update()
+        rig.engine.receive_weights(rig.engine.parse_update_info({"manifest": manifest_to_json(manifest)}))
+
+    manifest = rig.publish()
+    begin(manifest)
+    progress = rig.engine.progress(10.0)
+    assert (progress.num_bytes, progress.is_over, progress.has_failed) == (manifest.num_bytes, True, False)
+    rig.engine.finish_weight_update()
+    manifest = rig.publish()
+    write(manifest, UP, bytes(4))
+    begin(replace(manifest, delta=None))
+    progress = rig.engine.progress(10.0)
+    assert (progress.num_bytes, progress.is_over, progress.has_failed) == (0, True, True)
+    with pytest.raises(WeightMismatch) as caught:
+        rig.engine.receive_weights(rig.engine.parse_update_info({}))
+    assert caught.value.tensor == UP
+    assert rig.engine.progress(0.0).has_failed, "there is no update any more"
+
+
 def test_a_delta_is_placed_value_by_value_however_it_is_encoded(rig: Rig) -> None:
     rig.pull(rig.publish())
     found = set()

@@ -75,17 +75,14 @@ class Merged:
             with safe_open(file, "pt") as weights:
                 self._files += [(name, file) for name in weights.keys()]  # noqa: SIM118  (it is no dictionary)
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     @property
     def names(self) -> list[str]:
         """Of all of them, in the checkpoint's order."""
         return [name for name, _ in self._files]
 
-    def tensors(self, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield some of them, in the checkpoint's order."""
-        for name, file in self._files[start:end]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them, in the checkpoint's order."""
+        for name, file in self._files:
             yield name, self._merged(name, _read(file, name))
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -102,12 +99,9 @@ class Plain:
     def __init__(self, entries: Sequence[TensorEntry], tensor: Callable[[TensorEntry], torch.Tensor]) -> None:
         self._entries, self._tensor = entries, tensor
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def tensors(self, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield some of them, in the manifest's order."""
-        for entry in self._entries[start:end]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them, in the manifest's order."""
+        for entry in self._entries:
             yield entry.name, self._tensor(entry)
 
 

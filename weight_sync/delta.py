@@ -32,6 +32,8 @@ from asyncrl.weight_sync.weight_file import layout
 _BLOCK = 2**18  # elements
 _MASK_UNIT = 64  # elements: masks are whole words, so that what follows them is aligned for most dtypes
 _MAX_POSITIONS = 2**32  # elements of a tensor, beyond which a position does not fit
+_WIDE = 8  # bytes that are compared at once
+_SPARSE = 2  # where no more than one in so many of them has changed, these alone are looked into
 
 Words = npt.NDArray[np.unsignedinteger[Any]]
 Positions = npt.NDArray[np.intp]
@@ -47,89 +49,104 @@ class _Form(Enum):
     WHOLE = "whole"
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    entry: TensorEntry
-    form: _Form
-    num_changed: int
-
-
 class DeltaWriter:
-    """The delta from one version to the next of the same layout: first its size, then its bytes, part by part.
+    """The delta from one version to the next of the same layout, made tensor by tensor while the next one is written.
 
-    Held in memory at any time: the parts of one tensor.
+    Held in memory: the delta. Once that is no smaller than `limit` bytes, the rest is not looked at, and it is of no
+    use (`is_worth_it`).
     """
 
-    def __init__(self, entries: tuple[TensorEntry, ...], old: Data, new: Data) -> None:
-        self._old, self._new = old, new
-        self._changes = [self._change(entry) for entry in entries]
-        self.parts = layout((part for change in self._changes for part in _parts(change)), aligned=False)
-        """Entries (digests still empty) in the order that `buffers` yields them in."""
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._names: list[tuple[str, str, tuple[int, ...]]] = []
+        self._buffers: list[memoryview] = []
+        self.num_bytes = 0
+        """Bytes of all parts."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.num_bytes for part in self.parts)
+    def is_worth_it(self) -> bool:
+        """Whether the delta is smaller than the whole version."""
+        return self.num_bytes < self._limit
 
-    def _change(self, entry: TensorEntry) -> _Change:
-        old, new = self._words(entry)
-        num_changed = sum(
-            int(np.count_nonzero(old[start : start + _BLOCK] != new[start : start + _BLOCK]))
-            for start in range(0, len(new), _BLOCK)
-        )
-        sizes = {
-            _Form.NOTHING: 0 if not num_changed else entry.num_bytes + 1,
-            _Form.POSITIONS: num_changed * (4 + new.itemsize) if len(new) <= _MAX_POSITIONS else entry.num_bytes + 1,
-            _Form.MASK: _mask_bytes(len(new)) + num_changed * new.itemsize,
-            _Form.WHOLE: entry.num_bytes,
-        }
-        return _Change(entry, min(sizes, key=lambda form: sizes[form]), num_changed)
-
-    def _words(self, entry: TensorEntry) -> tuple[Words, Words]:
-        return _as_words(self._old(entry), entry), _as_words(self._new(entry), entry)
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """Entries (digests still empty) in the order of `buffers`."""
+        return layout(self._names, aligned=False)
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield the bytes of every part."""
-        for change in self._changes:
-            if change.form is _Form.WHOLE:
-                yield self._new(change.entry)
-            elif change.form is not _Form.NOTHING:
-                yield from self._sparse(change)
+        yield from self._buffers
 
-    def _sparse(self, change: _Change) -> Iterator[memoryview]:
-        old, new = self._words(change.entry)
-        values = np.empty(change.num_changed, new.dtype)
-        positions = np.empty(change.num_changed if change.form is _Form.POSITIONS else 0, "<u4")
-        mask = np.zeros(_mask_bytes(len(new)) if change.form is _Form.MASK else 0, np.uint8)
-        done = 0
-        for start in range(0, len(new), _BLOCK):
-            block = new[start : start + _BLOCK]
-            differs = old[start : start + _BLOCK] != block
-            places = np.flatnonzero(differs)
-            end = done + len(places)
-            values[done:end] = block[places]
-            if change.form is _Form.POSITIONS:
-                positions[done:end] = places + start
-            else:
-                bits = np.packbits(differs, bitorder="little")
-                mask[start // 8 : start // 8 + len(bits)] = bits
-            done = end
-        yield _bytes(positions if change.form is _Form.POSITIONS else mask)
-        yield _bytes(values)
+    def add(self, entry: TensorEntry, old: memoryview, new: memoryview) -> None:
+        """Add what differs between a tensor's bytes in the two versions."""
+        if not self.is_worth_it:
+            return
+        before, after = _as_words(old, entry), _as_words(new, entry)
+        changes = list(_changes(before, after))
+        form = _smallest_form(entry, sum(len(change.values) for change in changes))
+        match form:
+            case _Form.WHOLE:
+                self._part(f"{entry.name}/whole", entry.dtype, entry.shape, after.copy())
+            case _Form.POSITIONS:
+                positions = np.concatenate([change.places + np.uint32(change.start) for change in changes])
+                self._part(f"{entry.name}/positions", "U32", positions.shape, positions.astype("<u4", copy=False))
+            case _Form.MASK:
+                mask = np.zeros(_mask_bytes(len(after)), np.uint8)
+                for change in changes:
+                    differs = np.zeros(min(_BLOCK, len(after) - change.start), np.uint8)
+                    differs[change.places] = 1
+                    bits = np.packbits(differs, bitorder="little")
+                    mask[change.start // 8 : change.start // 8 + len(bits)] = bits
+                self._part(f"{entry.name}/mask", "U8", mask.shape, mask)
+        if form in (_Form.POSITIONS, _Form.MASK):
+            values = np.concatenate([change.values for change in changes])
+            self._part(f"{entry.name}/values", entry.dtype, values.shape, values)
+
+    def _part(self, name: str, dtype: str, shape: tuple[int, ...], array: npt.NDArray[Any]) -> None:
+        self._names.append((name, dtype, shape))
+        self._buffers.append(_bytes(array))
+        self.num_bytes += array.nbytes
 
 
-def _parts(change: _Change) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    entry = change.entry
-    count = entry.num_bytes // DTYPE_BYTES[entry.dtype]
-    match change.form:
-        case _Form.POSITIONS:
-            yield f"{entry.name}/positions", "U32", (change.num_changed,)
-        case _Form.MASK:
-            yield f"{entry.name}/mask", "U8", (_mask_bytes(count),)
-        case _Form.WHOLE:
-            yield f"{entry.name}/whole", entry.dtype, entry.shape
-    if change.form in (_Form.POSITIONS, _Form.MASK):
-        yield f"{entry.name}/values", entry.dtype, (change.num_changed,)
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What has changed in a block of a tensor."""
+
+    start: int
+    places: npt.NDArray[np.uint32]
+    """Of the changed elements, counted from `start`."""
+    values: Words
+
+
+def _changes(old: Words, new: Words) -> Iterator[_Change]:
+    """Yield every block that has changed."""
+    ratio = _WIDE // new.itemsize
+    shift = ratio.bit_length() - 1
+    for start in range(0, len(new), _BLOCK):
+        before, after = old[start : start + _BLOCK], new[start : start + _BLOCK]
+        words = None
+        if len(after) % ratio == 0:
+            wide = after.view(f"<u{_WIDE}")
+            words = np.flatnonzero(before.view(wide.dtype) != wide)
+        if words is None or len(words) * _SPARSE > len(after) // ratio:
+            places = np.flatnonzero(before != after)
+        else:
+            differs = before.view(wide.dtype)[words].view(new.dtype) != wide[words].view(new.dtype)
+            inside = np.flatnonzero(differs)
+            places = (words[inside >> shift] << shift) + (inside & (ratio - 1))
+        if len(places):
+            yield _Change(start, places.astype(np.uint32), after[places])
+
+
+def _smallest_form(entry: TensorEntry, num_changed: int) -> _Form:
+    size = DTYPE_BYTES[entry.dtype]
+    count = entry.num_bytes // size
+    if not num_changed:
+        return _Form.NOTHING
+    sizes = {_Form.MASK: _mask_bytes(count) + num_changed * size, _Form.WHOLE: entry.num_bytes}
+    if count <= _MAX_POSITIONS:
+        sizes = {_Form.POSITIONS: num_changed * (4 + size), **sizes}
+    return min(sizes, key=lambda form: sizes[form])
 
 
 def apply_delta(

@@ -10,15 +10,15 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.types import PolicyVersion, Verification, WeightDelta, WeightManifest
+from asyncrl.types import PolicyVersion, TensorEntry, Verification, WeightDelta, WeightManifest
 from asyncrl.weight_sync.checksum import DIGESTS
 from asyncrl.weight_sync.delta import DeltaWriter
 from asyncrl.weight_sync.manifest import MANIFEST_SUFFIX, combined_digest, layout_of, write_manifest
@@ -106,12 +106,13 @@ class FilePublisher:
             self._published.remove(manifest)
             _remove(Path(manifest.location))
         path = self.directory / f"{PREFIX}{self.run_id}-{version}{WEIGHTS_SUFFIX}"
-        with ExitStack() as unless_whole:
+        last = self._published[-1:] if self._delta else ()
+        with ExitStack() as unless_whole, _Base(last, entries) as base:
             unless_whole.callback(_remove, path)
             entries = write_weight_file(
                 path,
                 entries,
-                gathered(tensors, entries, self._cast_to),
+                base.compared(gathered(tensors, entries, self._cast_to)),
                 metadata={"format": "pt", "run_id": self.run_id, "version": str(version)},
                 durable=self.durable,
                 digest=DIGESTS[self._verification],
@@ -127,38 +128,29 @@ class FilePublisher:
                 adapter_scale=adapter_scale,
                 deltas=self._delta,
             )
-            if self._delta and self._published:
-                manifest = replace(manifest, delta=self._write_delta(self._published[-1], manifest))
+            manifest = replace(manifest, delta=self._write_delta(base, manifest))
             write_manifest(manifest, path.with_name(path.name + MANIFEST_SUFFIX))
             unless_whole.pop_all()
         self._published.append(manifest)
         return manifest
 
-    def _write_delta(self, base: WeightManifest, manifest: WeightManifest) -> WeightDelta | None:
-        """Write what differs from `base`, or return None where an engine is better off with the whole version."""
-        if layout_of(base) != layout_of(manifest):
+    def _write_delta(self, base: _Base, manifest: WeightManifest) -> WeightDelta | None:
+        """Write what differs from the base, or return None where an engine is better off with the whole version."""
+        if base.manifest is None or not base.delta.is_worth_it:
             return None
-        try:
-            old = WeightFile(base)
-        except WeightSyncError:
-            return None  # someone else's hand has removed or cut it; engines read the whole version, and report it
         path = Path(manifest.location + DELTA_SUFFIX)
-        with old, WeightFile(manifest) as new:
-            writer = DeltaWriter(manifest.tensors, old.data, new.data)
-            if writer.num_bytes >= manifest.num_bytes:
-                return None
-            parts = write_weight_file(
-                path,
-                writer.parts,
-                writer.buffers(),
-                metadata={"base_version": str(base.version), "version": str(manifest.version)},
-                durable=self.durable,
-                digest=DIGESTS[self._verification],
-            )
+        parts = write_weight_file(
+            path,
+            base.delta.parts,
+            base.delta.buffers(),
+            metadata={"base_version": str(base.manifest.version), "version": str(manifest.version)},
+            durable=self.durable,
+            digest=DIGESTS[self._verification],
+        )
         return WeightDelta(
             version=manifest.version,
-            base_version=base.version,
-            base_digest=base.digest,
+            base_version=base.manifest.version,
+            base_digest=base.manifest.digest,
             location=str(path),
             tensors=parts,
             digest=combined_digest(parts),
@@ -181,6 +173,39 @@ class FilePublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Base:
+    """The version that a delta leads from, where there is one: the last of `published`, read from its file."""
+
+    def __init__(self, published: Sequence[WeightManifest], entries: tuple[TensorEntry, ...]) -> None:
+        self._entries = entries
+        self._file: WeightFile | None = None
+        self.manifest: WeightManifest | None = None
+        """None where there is none."""
+        self.delta = DeltaWriter(sum(entry.num_bytes for entry in entries))
+        if published and layout_of(published[-1].tensors) == layout_of(entries):
+            with suppress(WeightSyncError):  # another hand has removed or cut it; engines report what they read instead
+                self._file = WeightFile(published[-1])
+                self.manifest = published[-1]
+
+    def compared(self, buffers: Iterator[memoryview]) -> Iterator[memoryview]:
+        """Yield the bytes of every entry, compared with the base's."""
+        for entry in self._entries:
+            buffer = next(buffers)
+            if self._file is not None:
+                self.delta.add(entry, self._file.data(entry), buffer)
+            yield buffer
+            del buffer  # before the next one is made, as in `write_weight_file`
+
+    def __enter__(self) -> _Base:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _remove(path: Path) -> None:

@@ -138,7 +138,7 @@ class Reader:
             assert manifest.delta is not None
             num_bytes, source = manifest.delta.num_bytes, manifest.delta.location
         else:
-            if copy is None or layout_of(copy.manifest) != layout_of(manifest):
+            if copy is None or layout_of(copy.manifest.tensors) != layout_of(manifest.tensors):
                 copy = Copy(manifest)
             with WeightFile(manifest) as weights:
                 copy.take(weights)
@@ -157,7 +157,7 @@ class Reader:
         held = copy.manifest
         if not _is_base(held, manifest):
             return ChainBreak.OTHER_BASE
-        if layout_of(held) != layout_of(manifest):
+        if layout_of(held.tensors) != layout_of(manifest.tensors):
             raise WeightMismatch(f"version {manifest.version} has a delta from a version of another layout")
         try:
             parts = WeightFile(delta)

@@ -11,8 +11,9 @@ model may be half new: the engine says so in its report and refuses everything u
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +34,7 @@ from asyncrl.weight_sync.vllm_packing import Layouts
 from asyncrl.weight_sync.vllm_patch import Patch
 from asyncrl.weight_sync.vllm_staging import Shadow
 from asyncrl.weight_sync.vllm_thread import staging_executor
-from asyncrl.weight_sync.vllm_update import Update
+from asyncrl.weight_sync.vllm_update import Progress, Update
 
 _NO_UPDATE: dict[str, Any] = {
     "encoding": "",
@@ -59,11 +60,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A piece of one update. The first brings the manifest; another one with as many tensors waits for the last."""
+    """Begins an update, by its manifest; one without asks what was wrong with the update that is under way."""
 
     manifest: dict[str, Any] = field(default_factory=dict)
-    num_tensors: int | None = None
-    """Load up to so many of the manifest's tensors; None stands for all."""
     abandon: bool = False
     """End the update that is under way, if there is one, and leave the model as it is. Answered by an error: that alone
     ends it for vLLM too."""
@@ -87,6 +86,7 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._patch: Patch | None = None
         self._update: Update | None = None
         self._executor = staging_executor()
+        self._closing: Future[None] | None = None
         self._run_id: str | None = None
         self._version: int | None = None
         self._digest = ""
@@ -108,11 +108,14 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self._refuse_if_broken()
         self._drop()
         self._mismatched = ""
+        if self._closing is not None:
+            self._closing.result()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Begin the next piece of the update, once the piece before is done.
+        """Begin an update; `progress` tells how far it is.
 
-        Raises: WeightSyncError for whatever was wrong with that one, and the update is over; the model is untouched.
+        Raises: WeightSyncError for what is wrong with it, as far as that is known, and the update is over; the model is
+        untouched. Asked again without a manifest, it raises what was found since.
         """
         with self._dropping():
             if update_info.abandon:
@@ -120,10 +123,17 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
             self._refuse_if_broken()
             if update_info.manifest:
                 self._update = self._begin(manifest_from_json(update_info.manifest, "the update"))
+                self._update.begin(self._executor)
             if self._update is None:
                 raise WeightSyncError("an update begins with its manifest")
-            whole = len(self._update.manifest.tensors)
-            self._update.advance(whole if update_info.num_tensors is None else update_info.num_tensors, self._executor)
+            if self._update.progress(0.0).has_failed:
+                self._update.wait_whole()
+
+    def progress(self, wait_s: float) -> Progress:
+        """Return how far the update is, once it is over or after `wait_s`, which holds the model up."""
+        if self._update is None:
+            return Progress(num_bytes=0, is_over=True, has_failed=True)
+        return self._update.progress(wait_s)
 
     def _begin(self, manifest: WeightManifest) -> Update:
         check_follows(manifest, self._run_id, self._version)
@@ -175,6 +185,7 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         update, self._update = self._update, None
         self._broken = f"the reload of version {update.manifest.version} did not finish"
         update.commit()
+        self._closing = self._executor.submit(update.close)
         self._broken = ""
         self._patch = update.patch
         self._run_id, self._version = update.manifest.run_id, update.manifest.version
@@ -230,6 +241,10 @@ class WorkerReport:
     """Mixed into vLLM's worker by `--worker-extension-cls`: what a collective call asks every rank for."""
 
     weight_transfer_engine: Any
+
+    def asyncrl_weight_progress(self, wait_s: float) -> dict[str, Any]:
+        """Return this rank's `FileTransferEngine.progress`."""
+        return asdict(self.weight_transfer_engine.progress(wait_s))
 
     def asyncrl_weight_report(self) -> dict[str, Any]:
         """Return this rank's `FileTransferEngine.report`."""

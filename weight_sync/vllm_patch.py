@@ -6,14 +6,14 @@ loaded a whole version. Which tensor of the checkpoint lies in which parameter, 
 names (`packed_modules_mapping`), and then proven: a plain parameter holds the version's bits, and a packed weight makes
 of random inputs what the one that vLLM has packed makes of them. A model for which that fails is loaded as before.
 
-The places of the changed values are computed while tokens are produced. The values are written while the engine is
-paused between two decode steps, so that for every step the weights are all of one version.
+Of everything that is written there are two: what the model reads, and a spare. While tokens are produced, the spare is
+made equal to the other and the changed values are written into it. The two swap while the engine is paused between two
+decode steps, so that for every step the weights are all of one version, and the pause does not grow with the delta.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,27 +35,33 @@ class UnpatchableError(Exception):
     """This model's weights cannot be written one by one; the words say why."""
 
 
-@dataclass(slots=True)
-class _Target:
-    """Where a tensor's elements lie in memory that the model reads."""
+class _Twin:
+    """Memory that the model reads, behind an attribute of `holder`, and its spare."""
 
-    words: Words
-    layout: Layout
-    first_row: int
-    owner: Any
-    """Keeps the memory."""
-    staged: list[tuple[Places, Words]] = field(default_factory=list)
+    def __init__(self, holder: Any, attribute: str, layout: Layout) -> None:
+        self._holder, self._attribute = holder, attribute
+        self._layout = layout
+        self._spare: torch.Tensor | None = None
+        self.staged: list[tuple[int, Places, Words]] = []
+        """Row where a tensor begins, positions in it, and the values that come there."""
 
-    def stage(self, positions: Places, values: Words) -> None:
-        """Take note of what is to be written; positions count the tensor's elements."""
-        rows = positions // len(self.layout.columns)
-        columns = positions - rows * len(self.layout.columns)
-        self.staged.append((self.layout.rows[rows + self.first_row] + self.layout.columns[columns], values))
-
-    def write(self) -> None:
-        for places, values in self.staged:
-            self.words[places] = values
+    def prepare(self) -> None:
+        """Make the spare what is read now, with what is staged written over it."""
+        held: torch.Tensor = getattr(self._holder, self._attribute)
+        if self._spare is None:
+            self._spare = held.clone()
+        words = words_of(self._spare)
+        words[:] = words_of(held)
+        width = len(self._layout.columns)
+        for first_row, positions, values in self.staged:
+            rows = positions // width
+            columns = positions - rows * width
+            words[self._layout.rows[rows + first_row] + self._layout.columns[columns]] = values
         self.staged.clear()
+
+    def swap(self) -> None:
+        spare, self._spare = self._spare, getattr(self._holder, self._attribute)
+        setattr(self._holder, self._attribute, spare)
 
 
 class Patch:
@@ -68,21 +74,25 @@ class Patch:
 
     def __init__(self, model: Any, entries: Sequence[TensorEntry], tensor: Tensor, layouts: Layouts) -> None:
         self._layouts = layouts
-        self._targets: dict[str, list[_Target]] = {}
+        self._twins: list[_Twin] = []
+        self._places: dict[str, list[tuple[_Twin, int]]] = {}
+        """By tensor, where it lies: in which memory, and from which row on."""
         by_name = {entry.name: entry for entry in entries}
+        plain: set[int] = set()
         has_head = any(isinstance(layer, ParallelLMHead) for layer in model.modules())
         self._linears: list[tuple[str, PackedLinear | None, int]] = []
         """By the path of their layers, with the width of what they multiply; None where they multiply nothing."""
         for path, layer, parameter, names in _sources(model, by_name):
             sources = [by_name[name] for name in names]
-            if parameter.numel():
+            if parameter.numel() and id(parameter) not in plain:  # a tied head lends the embedding's
+                plain.add(id(parameter))
                 self._plain(parameter, sources, tensor)
             if "cpu_linear" in layer.__dict__ and parameter is layer._parameters.get("weight"):
                 if has_head and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
                     self._linears.append((path, None, 0))  # an input embedding
                 else:
                     self._linears.append((path, *self._packed(parameter, sources, tensor)))
-        if unplaced := by_name.keys() - self._targets.keys() - {_HEAD}:
+        if unplaced := by_name.keys() - self._places.keys() - {_HEAD}:
             raise UnpatchableError(f"{sorted(unplaced)[0]} is in no parameter of the engine's model")
 
     def take_over(self, model: Any) -> None:
@@ -102,14 +112,14 @@ class Patch:
         data, first = parameter.data, 0
         if not data.is_contiguous():
             raise UnpatchableError(f"{sources[0].name} is in a parameter that is not contiguous")
-        words = words_of(data)
         row_size = data.numel() // data.shape[0]
         layout = Layout(np.arange(data.shape[0], dtype=np.intp) * row_size, np.arange(row_size, dtype=np.intp))
+        twin = self._twin(parameter, "data", layout)
         for source in sources:
             held, sent = data[first : first + source.shape[0]], tensor(source)
             if held.shape != sent.shape or held.dtype != sent.dtype or not torch.equal(_bits(held), _bits(sent)):
                 raise UnpatchableError(f"the engine's model holds {source.name} in another form")
-            self._targets.setdefault(source.name, []).append(_Target(words, layout, first, data))
+            self._places.setdefault(source.name, []).append((twin, first))
             first += source.shape[0]
 
     def _packed(
@@ -124,30 +134,37 @@ class Patch:
         except UnknownLayoutError as error:
             raise UnpatchableError(f"{sources[0].name}: {error}") from error
         linear = PackedLinear(weight)
-        words, first = words_of(linear.packed), 0
+        twin, first = self._twin(linear, "packed", layout), 0
         for source in sources:
-            self._targets.setdefault(source.name, []).append(_Target(words, layout, first, linear.packed))
+            self._places.setdefault(source.name, []).append((twin, first))
             first += source.shape[0]
         return linear, weight.shape[1]
 
-    def stage(self, entry: TensorEntry, positions: Places, values: Words) -> None:
-        """Prepare the changed values of one tensor. Nothing that the model uses changes before `commit`."""
-        for target in self._targets.get(entry.name, ()):
-            target.stage(positions, values)
+    def _twin(self, holder: Any, attribute: str, layout: Layout) -> _Twin:
+        twin = _Twin(holder, attribute, layout)
+        self._twins.append(twin)
+        return twin
+
+    def stage(self, name: str, positions: Places, values: Words) -> None:
+        """Take note of the changed values of one tensor."""
+        for twin, first_row in self._places.get(name, ()):
+            twin.staged.append((first_row, positions, values))
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Write what is staged. Nothing that the model uses changes before `commit`; may run beside it."""
+        for twin in self._twins:
+            twin.prepare()
 
     def drop(self) -> None:
-        """Forget what is prepared."""
-        for target in self._every():
-            target.staged.clear()
+        """Forget what is staged; what is prepared will be prepared anew."""
+        for twin in self._twins:
+            twin.staged.clear()
 
     def commit(self) -> None:
-        """Write what is prepared; the model must not be running."""
-        for target in self._every():
-            target.write()
-
-    def _every(self) -> Iterator[_Target]:
-        for targets in self._targets.values():
-            yield from targets
+        """Let the model read what is prepared; it must not be running."""
+        for twin in self._twins:
+            twin.swap()
 
 
 def _sources(

@@ -1,17 +1,19 @@
 """One version on its way into the model of one vLLM worker. Runs inside vLLM's worker processes.
 
-The work is done on a thread beside the model's, a piece for each call from outside, and each call waits for the piece
-before. vLLM runs such calls between two decode steps, so while it decodes the pieces are paced by its steps and hardly
-hold any up, and nobody has to ask over and over whether the work is done. (A thread, against this project's habit:
-vLLM's worker has one loop, which belongs to the model, and torch lets go of the interpreter while it packs.)
+The work is done on a thread beside the model's, from beginning to end, and nobody waits for it: who wants to know how
+far it is asks (`Progress`). vLLM answers between two decode steps, so while it decodes the questions are paced by its
+steps, and an answer holds none up. (A thread, against this project's habit: vLLM's worker has one loop, which belongs
+to the model, and torch lets go of the interpreter while it packs.)
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,16 @@ from asyncrl.weight_sync.vllm_patch import Patch, UnpatchableError
 from asyncrl.weight_sync.vllm_staging import Shadow
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far an update is."""
+
+    num_bytes: int
+    """Loaded beside the running weights; 0 until the version has been verified, and where nothing is loaded beside."""
+    is_over: bool
+    has_failed: bool
 
 
 class Update:
@@ -57,25 +69,25 @@ class Update:
         self._content: Plain | Merged = Plain((), lambda entry: torch.empty(0))
         self._seconds = {"read": 0.0, "load": 0.0, "cpu": 0.0}
         self._work: Future[None] | None = None
-        self._num_loaded = 0
-        self._is_whole = False
+        self._num_bytes = 0
+        self._is_abandoned = False
 
-    def advance(self, num_tensors: int, executor: Executor) -> None:
-        """Wait for the piece before, and begin the next: up to `num_tensors` of the manifest's tensors.
+    def begin(self, executor: Executor) -> None:
+        """Begin the work: the whole version is verified before anything else is done with it."""
+        self._work = executor.submit(self._run)
 
-        The first one verifies the whole version before anything else.
-        Raises: WeightSyncError for whatever was wrong with the piece before.
-        """
-        self._wait()
-        if not self._is_whole:
-            self._work = executor.submit(self._run, num_tensors)
+    def progress(self, wait_s: float) -> Progress:
+        """Return how far the work is, once it is over or after `wait_s`."""
+        assert self._work is not None
+        wait([self._work], wait_s)
+        is_over = self._work.done()
+        has_failed = is_over and self._work.exception() is not None
+        return Progress(num_bytes=self._num_bytes, is_over=is_over, has_failed=has_failed)
 
     def wait_whole(self) -> None:
-        """Wait for the last piece. Raises: WeightSyncError for what was wrong with it, or where it is not the last."""
-        self._wait()
-        if not self._is_whole:
-            found = f"{self._num_loaded} of {len(self.manifest.tensors)} tensors"
-            raise WeightSyncError(f"{found} of version {self.manifest.version} are here")
+        """Wait for the end of the work. Raises: WeightSyncError for whatever was wrong with the version."""
+        assert self._work is not None
+        self._work.result()
 
     def commit(self) -> None:
         """Put the whole version in place; the model must not be running."""
@@ -87,8 +99,11 @@ class Update:
             self._shadow.exchange()
             self._take_over()
         else:
-            load_in_place(self._model, self._model_config, self._content.tensors(0, len(self._content)))
+            load_in_place(self._model, self._model_config, self._content.tensors())
         self._seconds["commit"] = time.perf_counter() - started
+
+    def close(self) -> None:
+        """Let go of the version's file, which takes longer than an exchange."""
         self._opened.close()
 
     @property
@@ -111,44 +126,36 @@ class Update:
         }
 
     def abandon(self) -> None:
-        """Let go of everything, once the piece under way has ended. What was wrong with it is of no matter any more."""
+        """Let go of everything, once the thread has stopped. What was wrong is of no matter any more."""
+        self._is_abandoned = True
         if self._work is not None:
             self._work.exception()
         if self.patch is not None:
             self.patch.drop()
         self._opened.close()
 
-    def _wait(self) -> None:
-        if self._work is not None:
-            work, self._work = self._work, None
-            work.result()
-
-    def _run(self, num_tensors: int) -> None:
+    def _run(self) -> None:
         started, began = time.perf_counter(), time.thread_time()
-        if self._version is None:
-            self._content = self._open()
-            self._seconds["read"] = time.perf_counter() - started
-            started = time.perf_counter()
+        content = self._content = self._open()
+        self._seconds["read"] = time.perf_counter() - started
+        started = time.perf_counter()
         if self._is_patched:
-            self._is_whole = True
-        else:
-            self._load(num_tensors)
-        self._seconds["load"] += time.perf_counter() - started
-        self._seconds["cpu"] += time.thread_time() - began
+            assert self.patch is not None
+            self.patch.prepare()
+        elif self._shadow is not None:
+            self._shadow.begin()
+            self._shadow.load(self._counted(content))
+            self._shadow.seal()
+            self._make_patch(self._shadow)
+        self._seconds["load"] = time.perf_counter() - started
+        self._seconds["cpu"] = time.thread_time() - began
 
-    def _load(self, num_tensors: int) -> None:
-        total, asked = len(self._content), len(self.manifest.tensors)
-        end = total if num_tensors >= asked else total * num_tensors // asked
-        if self._shadow is not None and end > self._num_loaded:
-            if self._num_loaded == 0:
-                self._shadow.begin()
-            self._shadow.load(self._content.tensors(self._num_loaded, end))
-        self._num_loaded = max(end, self._num_loaded)
-        if self._num_loaded == total:
-            if self._shadow is not None:
-                self._shadow.seal()
-                self._make_patch(self._shadow)
-            self._is_whole = True
+    def _counted(self, content: Plain | Merged) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in content.tensors():
+            if self._is_abandoned:
+                raise WeightSyncError("the update was abandoned")
+            yield name, tensor
+            self._num_bytes += tensor.nbytes
 
     def _take_over(self) -> None:
         if self.patch is not None:
@@ -177,7 +184,7 @@ class Update:
             for entry in self.manifest.tensors:
                 positions = version.changed.get(entry.name)
                 if positions is not None:
-                    self.patch.stage(entry, positions, words_of(self._tensor(entry))[positions])
+                    self.patch.stage(entry.name, positions, words_of(self._tensor(entry))[positions])
             self._is_patched = True
         else:
             self.patch = None

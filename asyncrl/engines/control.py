@@ -14,6 +14,8 @@ from asyncrl.types import PolicyVersion
 _ONCE = {"Connection": "close"}  # after an error in a control route the server drops the connection unannounced
 REPORT: Mapping[str, Any] = {"method": "asyncrl_weight_report"}
 """Asks `/collective_rpc` what each rank holds; `asyncrl.weight_sync.vllm_engine` answers."""
+PROGRESS: Mapping[str, Any] = {"method": "asyncrl_weight_progress"}
+"""Asks how far each rank's update is, with the argument `wait_s`."""
 
 
 class ControlRoutes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import trio
 
-from asyncrl.engines.control import REPORT, ControlRoutes
-from asyncrl.engines.settings import KVOnSync
+from asyncrl.engines.control import PROGRESS, REPORT, ControlRoutes
+from asyncrl.engines.settings import EngineSettings, KVOnSync
 from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
 from asyncrl.types import WeightManifest
@@ -23,13 +23,13 @@ class SyncedServer(Protocol):
     control: ControlRoutes
 
     @property
-    def kv_on_sync(self) -> KVOnSync:
-        """What becomes of running requests' keys and values."""
+    def settings(self) -> EngineSettings:
+        """What becomes of running requests' keys and values, and how long one phase of a sync may take."""
         ...
 
     @property
-    def sync_timeout_s(self) -> float:
-        """Seconds that one phase of a sync may take."""
+    def is_sampling(self) -> bool:
+        """Whether requests run, as far as is known here."""
         ...
 
     def hold_requests(self) -> None:
@@ -41,7 +41,7 @@ class SyncedServer(Protocol):
         ...
 
 
-_PIECE_BYTES = 16 * 2**20  # some 20 ms of loading on one core: less than a decode step of a batch
+_IDLE_WAIT_S = 0.05  # that a server without requests waits for its loading thread: what a new request may lose by it
 
 
 class Sync:
@@ -53,62 +53,80 @@ class Sync:
         self._seconds: dict[str, float] = {}
         self._stall_s = 0.0
         self._reports: Sequence[Mapping[str, Any]] = ()
-        self._num_bytes = self._next_bytes = 0
+        self._num_bytes = 0
 
     async def run(self) -> None:
         """Go through the phases. Raises: WeightSyncError naming engine, phase and how much had been loaded."""
         engine, version = self._engine, str(self.manifest.version)
         await self._phase("start", "/start_weight_update")
         await self._send()
-        mode = "wait" if engine.kv_on_sync is KVOnSync.FINISH else "keep"
+        mode = "wait" if engine.settings.kv_on_sync is KVOnSync.FINISH else "keep"
         engine.hold_requests()
         await self._phase("pause", "/pause", params={"mode": mode, "clear_cache": "false"})
         paused = trio.current_time()
         await self._phase("finish", "/finish_weight_update", {"weight_version": version})
         self._check(await self._phase("report", "/collective_rpc", REPORT))
-        if engine.kv_on_sync is KVOnSync.RECOMPUTE:
+        if engine.settings.kv_on_sync is KVOnSync.RECOMPUTE:
             await self._phase("recompute", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         engine.withdraw_unbegun()
         await self._phase("resume", "/resume")
         self._stall_s = trio.current_time() - paused
 
     async def _send(self) -> None:
-        """Have the version verified and loaded beside the running weights, a piece at a time, while tokens come.
+        """Have the version verified and loaded beside the running weights while tokens come.
 
-        Each answer says that the piece before is done.
+        A server that decodes answers after its step, so the questions need no pace of their own. One that does not is
+        asked to answer when there is something to say.
         """
-        update: dict[str, Any] = {"manifest": manifest_to_json(self.manifest), "num_tensors": 0}
-        await self._phase("update", "/update_weights", {"update_info": update})
-        for end, num_bytes in _pieces(self.manifest):
-            await self._phase("update", "/update_weights", {"update_info": {"num_tensors": end}})
-            self._num_bytes, self._next_bytes = self._next_bytes, num_bytes
-        await self._phase("update", "/update_weights", {"update_info": {"num_tensors": end}})
-        self._num_bytes = num_bytes
+        update = {"update_info": {"manifest": manifest_to_json(self.manifest)}}
+        await self._phase("update", "/update_weights", update)
+        last, since = 0, trio.current_time()
+        while True:
+            wait_s = 0.0 if self._engine.is_sampling else _IDLE_WAIT_S
+            answer = await self._phase("update", "/collective_rpc", {**PROGRESS, "kwargs": {"wait_s": wait_s}})
+            ranks = answer["results"]
+            if any(rank["has_failed"] for rank in ranks):
+                await self._phase("update", "/update_weights", {"update_info": {}})  # which raises what was wrong
+            if all(rank["is_over"] for rank in ranks):
+                break
+            loaded = sum(rank["num_bytes"] for rank in ranks)
+            self._num_bytes = min(rank["num_bytes"] for rank in ranks)
+            now = trio.current_time()
+            if loaded > last:
+                last, since = loaded, now
+            elif now > since + self._engine.settings.sync_timeout_s:
+                raise self._too_slow("update", "no progress")
+        self._num_bytes = self.manifest.num_bytes
 
     async def _phase(
         self, phase: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
     ) -> Any:
         started = trio.current_time()
-        where = f"{self._engine.name}, {phase} of version {self.manifest.version}"
         try:
-            with trio.fail_after(self._engine.sync_timeout_s):
+            with trio.fail_after(self._engine.settings.sync_timeout_s):
                 answer = await self._engine.control.post(path, body, params or {})
         except trio.TooSlowError:
-            raise WeightSyncError(
-                f"{where}: no answer in {self._engine.sync_timeout_s:g} s ([engine] sync_timeout_s); "
-                f"{self._loaded(phase)}"
-            ) from None
+            raise self._too_slow(phase, "no answer") from None
         except WeightSyncError as error:
-            words = f"{where}: {error}; {self._loaded(phase)}"
+            words = f"{self._where(phase)}: {error}; {self._loaded(phase)}"
             if phase == "update" and (tensor := await self._mismatched()):
                 raise WeightMismatch(words, tensor=tensor) from error
             raise WeightSyncError(words) from error
         self._seconds[phase] = self._seconds.get(phase, 0.0) + trio.current_time() - started
         return answer
 
+    def _where(self, phase: str) -> str:
+        return f"{self._engine.name}, {phase} of version {self.manifest.version}"
+
+    def _too_slow(self, phase: str, what: str) -> WeightSyncError:
+        return WeightSyncError(
+            f"{self._where(phase)}: {what} in {self._engine.settings.sync_timeout_s:g} s ([engine] sync_timeout_s); "
+            f"{self._loaded(phase)}"
+        )
+
     async def _mismatched(self) -> str:
         """Return the tensor for which a rank has just refused the update; empty where it was for another reason."""
-        with trio.move_on_after(self._engine.sync_timeout_s):
+        with trio.move_on_after(self._engine.settings.sync_timeout_s):
             reports = await self._engine.control.reports()
             return next((report["mismatched"] for report in reports if report["mismatched"]), "")
         return ""
@@ -116,7 +134,8 @@ class Sync:
     def _loaded(self, phase: str) -> str:
         """Return in words how much of the version is in the engine when `phase` fails."""
         more = "at least " if phase == "update" else ""
-        return f"{more}{self._num_bytes} of {self.manifest.num_bytes} bytes loaded"
+        num_bytes = min(self._num_bytes, self.manifest.num_bytes)  # of an adapter, what is made of it is more
+        return f"{more}{num_bytes} of {self.manifest.num_bytes} bytes loaded"
 
     def _check(self, answer: Any) -> None:
         """Compare what every rank of the engine computed itself with the manifest."""
@@ -138,13 +157,3 @@ class Sync:
             encoding="full" if any(report["encoding"] == "full" for report in self._reports) else "delta",
             chain_break=next((report["chain_break"] for report in self._reports if report["chain_break"]), ""),
         )
-
-
-def _pieces(manifest: WeightManifest) -> Iterator[tuple[int, int]]:
-    """Yield (tensors, bytes) from the manifest's start to the end of each piece."""
-    total = before = 0
-    for count, entry in enumerate(manifest.tensors, 1):
-        total += entry.num_bytes
-        if total - before >= _PIECE_BYTES or count == len(manifest.tensors):
-            yield count, total
-            before = total

@@ -39,7 +39,7 @@ from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
 from asyncrl.engines.pace import Pace
 from asyncrl.engines.requests import Probation, Request, sampling_params
-from asyncrl.engines.settings import EngineSettings, KVOnSync, SamplingSettings
+from asyncrl.engines.settings import EngineSettings, SamplingSettings
 from asyncrl.engines.sync import Sync
 from asyncrl.errors import EngineError, WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
@@ -487,11 +487,11 @@ class VLLMEngine:
                 request.scope.cancel()
 
     @property
-    def kv_on_sync(self) -> KVOnSync:
-        """What becomes of running requests' keys and values."""
-        return self._settings.kv_on_sync
+    def settings(self) -> EngineSettings:
+        """Those that it was made with."""
+        return self._settings
 
     @property
-    def sync_timeout_s(self) -> float:
-        """Seconds that one phase of a sync may take."""
-        return self._settings.sync_timeout_s
+    def is_sampling(self) -> bool:
+        """Whether requests run."""
+        return bool(self._sent)

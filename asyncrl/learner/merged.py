@@ -55,7 +55,7 @@ def write_whole(adapter: Path, directory: Path) -> None:
         write_weight_file(
             directory / _WEIGHTS,
             layout(((name, *dtypes[name]) for name in merged.names), aligned=False),
-            (bytes_of(tensor) for _, tensor in merged.tensors(0, len(merged))),
+            (bytes_of(tensor) for _, tensor in merged.tensors()),
             metadata={"format": "pt"},
             durable=False,
             digest=lambda data: "",
