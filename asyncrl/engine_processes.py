@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import trio
 
@@ -87,12 +88,15 @@ def engine_clients(
 
 
 def make_pool(
-    config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion, canary: Canary | None = None
+    config: Config, make: Callable[[str, str], VLLMEngine], guests: Mapping[str, str] = MappingProxyType({})
 ) -> EnginePool:
-    """Return the clients of all engines; nothing is started, and nobody is asked, before the pool's `serve`."""
-    make = engine_clients(config, renderer, run_id, version, canary)
+    """Return the clients of all engines, by `make` (`engine_clients`); nobody is asked before the pool's `serve`.
+
+    `guests` are those of other hosts, name -> URL.
+    """
     urls = config.engine.urls or ("",) * config.engine.count
-    return EnginePool([make(f"engine {index}", url) for index, url in enumerate(urls)], config.engine)
+    places = guests or {f"engine {index}": url for index, url in enumerate(urls)}
+    return EnginePool([make(name, url) for name, url in places.items()], config.engine)
 
 
 def model_to_serve(config: Config, checkpoint: Checkpoint | None) -> tuple[Path, PolicyVersion]:
@@ -114,7 +118,7 @@ def engine_starts(
     run began with may have been removed, and the newest weights replace these before it serves.
     """
 
-    if config.engine.urls:
+    if config.engines_elsewhere:
         return {}
 
     def starter(index: int) -> StartServer:

@@ -10,6 +10,7 @@
      |   |- WeightSyncError          weights did not arrive, or not the ones that were sent
      |   |   `- WeightMismatch       other weights than were published: says which tensor
      |   |- LearnerError             the learner process failed a step or died
+     |   |- RoleError                a role on another host did not come, or the orchestrator is out of its reach
      |   |- CheckpointError          a checkpoint cannot be written, or is not whole
      |   `- JournalError             the journal cannot be written, or is another's
      |- ShapeError (ValueError)      arrays whose shapes contradict each other
@@ -66,6 +67,10 @@ class WeightMismatch(WeightSyncError):  # noqa: N818  (one kind of the error abo
 
 class LearnerError(BoundaryError):
     """The learner process failed a step or died."""
+
+
+class RoleError(BoundaryError):
+    """A role on another host did not come, or the orchestrator is out of a role's reach."""
 
 
 class CheckpointError(BoundaryError):

@@ -17,7 +17,10 @@ from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.learner.critic_settings import check_critic
 from asyncrl.learner.lora_settings import check_lora
 from asyncrl.learner.vocabulary import check_same_vocabulary
+from asyncrl.roles import RoleSettings
+from asyncrl.roles.settings import split_address, tls_context
 from asyncrl.sandbox import open_backend
+from asyncrl.sandbox.access import read_token
 from asyncrl.tokens import ChatRenderer
 
 _MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -40,7 +43,18 @@ def preflight(config: Config) -> None:
     check_engine(config)
     _check_port(config.gateway.host, config.gateway.port, "[gateway]")
     _check_shared_memory(config)
-    trio.run(_check_environment, config)
+    _check_roles(config.roles)
+    if not (config.roles.environments or config.roles.sandboxes):
+        trio.run(_check_environment, config)
+
+
+def _check_roles(settings: RoleSettings) -> None:
+    if settings.listen:
+        host, port = split_address(settings.listen, "listen ([roles])")
+        _check_port(host, port, "[roles]")
+    if settings.token_file:
+        read_token(settings.token_file, where="[roles]")
+    tls_context(settings)
 
 
 def load_demonstrations(config: Config) -> Demonstrations | None:
@@ -82,7 +96,7 @@ def check_model(path: Path, section: str = "[model]") -> None:
 
 
 def check_engine(config: Config) -> None:
-    if config.engine.urls or not config.samples:
+    if config.engines_elsewhere or not config.samples:
         return
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(

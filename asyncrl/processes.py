@@ -32,9 +32,11 @@ from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxErro
 from asyncrl.learner_processes import SHUTDOWN_S, accept_learner, start_learner_processes
 from asyncrl.metering import MeteredBackend
 from asyncrl.protocols import PLAIN_STEP, Environment, RunsAlongside, Sampler, SandboxBackend, StepOptions, StepResult
+from asyncrl.roles import Rendezvous
 from asyncrl.run import Parts
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_gateway import serve_gateway, wants_gateway
+from asyncrl.run_roles import guests_environment, guests_sandboxes, open_roles, take_later_engines
 from asyncrl.sandbox import abuse_names, open_backend, self_test
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Group, PolicyVersion, Segment, WeightManifest
@@ -47,10 +49,18 @@ _DEATH_SEEN_S = 3.0  # from a child's death to its keeper's end: the keeper ends
 class LearnerProcess:
     """The orchestrator's side of the learner's socket. A `Learner`; one request at a time."""
 
-    def __init__(self, stream: trio.SocketStream, child: Child | None, *, publish_timeout_s: float = math.inf) -> None:
-        """`child` is the process at the other end; None where somebody else started it."""
+    def __init__(
+        self,
+        stream: trio.abc.Stream,
+        child: Child | None,
+        *,
+        publish_timeout_s: float = math.inf,
+        place: str = "which was started by hand",
+    ) -> None:
+        """`child` is the process at the other end; where somebody else started it, None, and `place` says who."""
         self._stream = stream
         self._child = child
+        self._place = place
         self._publish_timeout_s = publish_timeout_s
         self.canary_logprobs: Sequence[float] = ()
         """What it makes of the canary's text under the weights that it began with."""
@@ -96,7 +106,8 @@ class LearnerProcess:
 
     async def save(self, directory: str) -> Mapping[str, int]:
         """See `protocols.Learner`."""
-        reply: wire.SaveReply = await self._ask(wire.SaveRequest(directory=directory), wire.SaveReply)
+        request = wire.SaveRequest(directory=str(Path(directory).absolute()))
+        reply: wire.SaveReply = await self._ask(request, wire.SaveReply)
         return reply.files
 
     async def shut_down(self) -> None:
@@ -111,14 +122,14 @@ class LearnerProcess:
         async with self._turn:
             try:
                 await wire.send_async(self._stream, request)
-            except trio.BrokenResourceError:
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
                 await self._fail()
             return await self._receive(kind)
 
     async def _fail(self) -> NoReturn:
         """Say how the learner ended: its connection closes a moment before its keeper has seen the end."""
         if self._child is None:
-            raise LearnerError("the learner, which was started by hand, closed its connection: see its own output")
+            raise LearnerError(f"the learner, {self._place}, closed its connection: see its own output")
         with trio.move_on_after(SHUTDOWN_S):
             raise LearnerError((await self._child.wait_exit()).describe())
         raise LearnerError(f"the learner closed its connection and did not end within {SHUTDOWN_S:.0f} s")
@@ -126,7 +137,7 @@ class LearnerProcess:
     async def _receive(self, kind: type[wire.Message]) -> Any:
         try:
             reply = await wire.receive_async(self._stream, wire.Reply)
-        except (trio.BrokenResourceError, EOFError):
+        except (trio.BrokenResourceError, trio.ClosedResourceError, EOFError):
             reply = None
         if reply is None:
             await self._fail()
@@ -155,35 +166,42 @@ async def open_parts(
     for path in remove_stale():
         say(f"removed {path}, left by a run that was killed")
     run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
+    canary = Canary.of(renderer) if config.samples and config.weight_sync.canary else None
+    job = _learner_job(config, checkpoint, run_id, canary)
     async with AsyncExitStack() as stack:
         children: dict[Child, type[BoundaryError]] = {}
-        played, sandboxes = await _open_environment(config, directory, renderer, stack, say, note_sandbox)
+        roles = await stack.enter_async_context(open_roles(config, directory, job, say))
+        played, sandboxes = await _open_environment(config, directory, renderer, stack, say, note_sandbox, roles)
         environment = with_curriculum(
             played, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
         )
         environment = with_latency(environment, config.environment.latency, seed=config.run.seed)
         say("starting the engine and the learner" if config.samples else "starting the learner")
-        canary = Canary.of(renderer) if config.samples and config.weight_sync.canary else None
-        pool = make_pool(config, renderer, run_id, version, canary) if config.samples else NoEngines()
+        make_engine = engine_clients(config, renderer, run_id, version, canary)
+        engines = {guest.name: guest.url for guest in roles.guests("engine")} if roles else {}
+        pool = make_pool(config, make_engine, engines) if config.samples else NoEngines()
         stack.push_async_callback(pool.aclose)
-        learner = await _start_learner(config, directory, checkpoint, run_id, canary, stack, children, say)
+        learner = await _start_learner(config, directory, job, stack, children, say, roles)
         async with _watched(children), trio.open_nursery() as services:
             async with trio.open_nursery() as starting:
                 starts = engine_starts(config, directory, model, served)
                 starting.start_soon(services.start, partial(pool.serve, starts, say=say))
                 starting.start_soon(learner.wait_ready, version)
             say(f"the learner computes on {learner.computes_on}")
-            if config.samples and (config.engine.urls or served != version):  # they hold something else
+            if config.samples and (config.engines_elsewhere or served != version):  # they hold something else
                 await pool.pull_all(await learner.publish())
             if canary is not None and isinstance(pool, EnginePool):
                 await pool.learn_canary(canary, learner.canary_logprobs)
-            queues: dict[str, Queue] = {"sandboxes": sandboxes}
+            if engines and roles and isinstance(pool, EnginePool):
+                later = partial(take_later_engines, known=list(engines), say=say)
+                services.start_soon(later, roles, pool, make_engine)
+            queues: dict[str, Queue] = {"sandboxes": sandboxes} if sandboxes else {}
             if isinstance(pool, EnginePool):
                 queues = {"engines": pool, **queues}
             if isinstance(pool, EnginePool) and wants_gateway(config, played):
-                make_engine = engine_clients(config, renderer, run_id, 0, canary)
+                added = engine_clients(config, renderer, run_id, 0, canary)
                 queues["gateway"] = await services.start(
-                    partial(serve_gateway, config, directory.path, renderer, played, pool, make_engine, say=say)
+                    partial(serve_gateway, config, directory.path, renderer, played, pool, added, say=say)
                 )
             yield Parts(
                 environment=environment,
@@ -205,12 +223,12 @@ async def open_evaluation(
     async with AsyncExitStack() as stack:
         environment, _ = await _open_environment(config, directory, renderer, stack, say)
         say("starting the engine")
-        pool = make_pool(config, renderer, "evaluation", 0)
+        make_engine = engine_clients(config, renderer, "evaluation", 0)
+        pool = make_pool(config, make_engine)
         stack.push_async_callback(pool.aclose)
         async with trio.open_nursery() as services:
             await services.start(partial(pool.serve, engine_starts(config, directory, model, 0), say=say))
             if wants_gateway(config, environment):
-                make_engine = engine_clients(config, renderer, "evaluation", 0)
                 await services.start(
                     partial(serve_gateway, config, directory.path, renderer, environment, pool, make_engine, say=say)
                 )
@@ -259,10 +277,19 @@ async def _open_environment(
     stack: AsyncExitStack,
     say: Callable[[str], None],
     note_sandbox: Callable[[str, str, float, str], None] | None = None,
-) -> tuple[Environment, MeteredBackend]:
-    """Return the environment and its sandboxes, whose walls have been tested; what they do from now on is counted."""
+    roles: Rendezvous | None = None,
+) -> tuple[Environment, MeteredBackend | None]:
+    """Return the environment and its sandboxes, whose walls have been tested; what they do from now on is counted.
+
+    One that guests play has its sandboxes where they are.
+    """
+    if roles is not None and config.roles.environments:
+        return await _run_alongside(guests_environment(config, roles, renderer), directory, stack, say), None
     say("starting the sandboxes and testing their walls")
-    sandboxes = await stack.enter_async_context(open_backend(config.sandbox, directory=directory.path / "sandboxes"))
+    opening = open_backend(config.sandbox, directory=directory.path / "sandboxes")
+    if roles is not None and config.roles.sandboxes:
+        opening = guests_sandboxes(config, roles)
+    sandboxes = await stack.enter_async_context(opening)
     reached = [abuse for abuse in await self_test(sandboxes, only=abuse_names(main_only=True)) if not abuse.stopped]
     if reached:
         raise SandboxError(
@@ -271,39 +298,62 @@ async def _open_environment(
         )
     metered = MeteredBackend(sandboxes, note_sandbox)
     environment = load_environment(config.environment, renderer=renderer, sandboxes=metered, seed=config.run.seed)
+    return await _run_alongside(environment, directory, stack, say), metered
+
+
+async def _run_alongside(
+    environment: Environment, directory: RunDirectory, stack: AsyncExitStack, say: Callable[[str], None]
+) -> Environment:
+    """Return the environment, which `stack` closes, once it has been reached where it must be."""
     stack.push_async_callback(environment.aclose)
     if isinstance(environment, RunsAlongside):
         say("reaching the environment")
         alongside = await stack.enter_async_context(trio.open_nursery())
         stack.callback(alongside.cancel_scope.cancel)
         await alongside.start(environment.serve, directory.logs)
-    return environment, metered
+    return environment
+
+
+def _learner_job(config: Config, checkpoint: Checkpoint | None, run_id: str, canary: Canary | None) -> dict[str, Any]:
+    """Return what the learner is told, with paths that hold in any working directory."""
+    weight_sync = to_table(config.weight_sync)
+    if config.weight_sync.directory != Path(""):
+        weight_sync["directory"] = str(config.weight_sync.directory.absolute())
+    return {
+        "model": str(config.model.path.absolute()),
+        "run_id": run_id,
+        "resume_from": str(checkpoint.directory.absolute()) if checkpoint else "",
+        "seed": config.run.seed,
+        "temperature": config.sampling.temperature,
+        "max_off_policyness": config.buffer.max_off_policyness,
+        "canary": list(canary.token_ids) if canary else [],
+        "weight_sync": weight_sync,
+        "learner": to_table(config.learner),
+    }
 
 
 async def _start_learner(
     config: Config,
     directory: RunDirectory,
-    checkpoint: Checkpoint | None,
-    run_id: str,
-    canary: Canary | None,
+    job: Mapping[str, Any],
     stack: AsyncExitStack,
     children: dict[Child, type[BoundaryError]],
     say: Callable[[str], None],
+    roles: Rendezvous | None,
 ) -> LearnerProcess:
     """Start the learner's processes, or wait for them. They do not answer yet."""
-    settings = {
-        "model": str(config.model.path),
-        "run_id": run_id,
-        "resume_from": str(checkpoint.directory) if checkpoint else "",
-        "seed": config.run.seed,
-        "temperature": config.sampling.temperature,
-        "max_off_policyness": config.buffer.max_off_policyness,
-        "canary": list(canary.token_ids) if canary else [],
-        "weight_sync": to_table(config.weight_sync),
-        "learner": to_table(config.learner),
-    }
+    if roles is not None and config.roles.learner:
+        (guest,) = roles.guests("learner")
+        channel = await stack.enter_async_context(guest.channel())
+        return LearnerProcess(
+            channel,
+            None,
+            publish_timeout_s=config.weight_sync.publish_timeout_s,
+            place=f"{guest.name} at {guest.hello.host}",
+        )
+    run_id = job["run_id"]
     settings_path = directory.logs / "learner.json"
-    settings_path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    settings_path.write_text(json.dumps(job, indent=2), encoding="utf-8")
     place = config.weight_sync.directory if config.weight_sync.transport == "filesystem" else SHARED_MEMORY_DIRECTORY
     processes: list[Child] = []
     if config.learner.start == "by_hand":

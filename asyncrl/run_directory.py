@@ -57,9 +57,9 @@ _MAY_DIFFER = (
     "engine.start_timeout_s",
     "engine.outage_timeout_s",
 )
-_MAY_DIFFER_SECTIONS = ("guards", "metrics", "evaluation", "journal", "weight_sync")
+_MAY_DIFFER_SECTIONS = ("guards", "metrics", "evaluation", "journal", "weight_sync", "roles")
 """What a resumed run may change: how long it goes on, how it is watched and held back, on how many processes it learns,
-and how weights travel; never what is learned or how."""
+on which hosts its parts are, and how weights travel; never what is learned or how."""
 
 
 class RunDirectory:

@@ -179,9 +179,9 @@ def _read(stream: socket.socket, num_bytes: int) -> bytes | None:
     return bytes(buffer)
 
 
-def _checked(length: int) -> int:
-    if length > _MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes was announced, at most {_MAX_FRAME_BYTES} are allowed")
+def _checked(length: int, max_bytes: int = _MAX_FRAME_BYTES) -> int:
+    if length > max_bytes:
+        raise ValueError(f"a frame of {length} bytes was announced, at most {max_bytes} are allowed")
     return length
 
 
@@ -192,13 +192,16 @@ async def send_async(stream: trio.abc.SendStream, message: Message) -> None:
     await stream.send_all(data)
 
 
-async def receive_async(stream: trio.abc.ReceiveStream, kind: Any) -> Any:
-    """Return the next message from a trio stream, or None when the other side has closed between frames."""
+async def receive_async(stream: trio.abc.ReceiveStream, kind: Any, *, max_bytes: int = _MAX_FRAME_BYTES) -> Any:
+    """Return the next message from a trio stream, or None when the other side has closed between frames.
+
+    Raises: EOFError, ValueError for a frame of more than `max_bytes`.
+    """
     header = await _read_async(stream, _HEADER.size)
     if header is None:
         return None
     (length,) = _HEADER.unpack(header)
-    data = await _read_async(stream, _checked(length))
+    data = await _read_async(stream, _checked(length, max_bytes))
     if data is None:
         raise EOFError("the connection was closed inside a frame")
     return decode(data, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from asyncrl.gateway import GatewaySettings
 from asyncrl.guards import MEASURED, Action, Controller, GuardSettings, actions
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teacher_settings import check_temperature
+from asyncrl.roles import RoleSettings
 from asyncrl.sandbox import SandboxSettings
 from asyncrl.warm_start import WarmStartSettings
 from asyncrl.weight_sync.settings import WeightSyncSettings
@@ -125,6 +126,7 @@ class Config:
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    roles: RoleSettings = field(default_factory=RoleSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     guards: GuardSettings = field(default_factory=GuardSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
@@ -141,6 +143,7 @@ class Config:
         self._check_warm_start()
         self._check_teacher()
         self._check_sandboxes()
+        self._check_roles()
         pays = getattr(resolve_options(self.environment), "pays_turns", None)
         if self.learner.credit.level == "turn" and pays is False:
             raise ConfigError(
@@ -213,6 +216,31 @@ class Config:
                 "(max_open in [environment.options]): they wait for judges, which need sandboxes too"
             )
 
+    def _check_roles(self) -> None:
+        roles = self.roles
+        if roles.engines and (self.engine.urls or self.engine.count > 1 or self.engine.devices):
+            raise ConfigError(
+                f"engines = {roles.engines} ([roles]) come from other hosts, where each is one server on its own "
+                "devices: leave urls, count and devices out ([engine])"
+            )
+        if (roles.engines or roles.learner) and self.weight_sync.transport != "filesystem":
+            raise ConfigError(
+                f'transport = "{self.weight_sync.transport}" ([weight_sync]) does not leave the host, and the learner '
+                f'or engines are on others ([roles]): take transport = "filesystem" and a directory that they share'
+            )
+        if roles.environments and roles.sandboxes:
+            raise ConfigError(
+                f"sandboxes = {roles.sandboxes} are for an environment that plays here, and environments = "
+                f"{roles.environments} play elsewhere in sandboxes of their own: set one of them to 0 ([roles])"
+            )
+        if roles.sandboxes and self.sandbox.backend == "remote":
+            raise ConfigError(
+                f"backend must be what each of the sandboxes = {roles.sandboxes} hosts ([roles]) opens itself, got "
+                "'remote' ([sandbox])"
+            )
+        if roles.learner and self.learner.start != "here":
+            raise ConfigError(f'start must be "here" where learner = true ([roles]), got {self.learner.start!r}')
+
     def _check_warm_start(self) -> None:
         if self.warm_start.max_tokens > self.engine.max_model_len:
             raise ConfigError(
@@ -243,6 +271,11 @@ class Config:
         """Whether anything is asked of an engine."""
         return bool(self.run.steps or self.evaluation.samples)
 
+    @property
+    def engines_elsewhere(self) -> bool:
+        """Whether the run starts no engine, and takes those that others start."""
+        return bool(self.engine.urls or self.roles.engines)
+
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in a TOML file, with `section.key=value` overrides. Raises ConfigError."""
@@ -250,6 +283,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if isinstance(environment := tables.get("environment"), dict):
         tables["environment"] = spell_out(environment)
     return build(Config, tables)
+
+
+def at_home(config: Config) -> Config:
+    """Return the configuration with all parts on this host: roles come to runs that train."""
+    return replace(config, roles=RoleSettings())
 
 
 def dump_config(config: Config) -> str:

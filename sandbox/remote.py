@@ -365,7 +365,18 @@ async def open_remote(settings: SandboxSettings, *, directory: Path) -> AsyncIte
     Raises: ConfigError for the token's file, SandboxError where a server does not answer.
     """
     token = read_token(settings.token_file)
-    servers = [_Server(url, token) for url in settings.urls]
+    opening = open_servers(dict.fromkeys(settings.urls, token), settings)
+    async with opening as backend:
+        yield backend
+
+
+@asynccontextmanager
+async def open_servers(tokens: Mapping[str, str], settings: SandboxSettings) -> AsyncIterator[RemoteBackend]:
+    """Begin a session with every server, by URL and token, and yield their sandboxes; leaving closes all.
+
+    Raises: SandboxError where a server does not answer.
+    """
+    servers = [_Server(url, token) for url, token in tokens.items()]
     backend = RemoteBackend(servers, settings.max_open)
     try:
         with without_group():

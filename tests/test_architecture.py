@@ -25,6 +25,8 @@ LAYERS = (
         "asyncrl.processes",
         "asyncrl.engine_processes",
         "asyncrl.run_gateway",
+        "asyncrl.run_roles",
+        "asyncrl.role_services",
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",
@@ -161,9 +163,10 @@ DATES = {
     "asyncrl.tokens",
     "asyncrl.sandbox.layers",
     "asyncrl.gateway.openai",
+    "asyncrl.roles.clocks",
 }
 """Modules that read the wall clock: for the date of a record, of an answer, of a chat template that shows one, of a
-copied file."""
+copied file, and to say how far another host's is off."""
 
 WALL_CLOCK = ("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime", "time.strftime")
 WALL_CLOCK += ("time.CLOCK_REALTIME", "datetime.now", "datetime.utcnow", "datetime.today", "date.today", "getmtime")

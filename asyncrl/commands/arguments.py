@@ -46,7 +46,7 @@ def rates_of(arguments: argparse.Namespace, config: Config) -> SimulationRates:
 
 def num_engines(config: Config) -> int:
     """Return how many engines a run of the configuration has."""
-    return len(config.engine.urls) or config.engine.count
+    return len(config.engine.urls) or config.roles.engines or config.engine.count
 
 
 def forecast_of(

@@ -93,9 +93,11 @@ def process_plan(config: Config) -> dict[str, Any]:
     order = buffer.order.value
     count = config.engine.count
     engines = ", ".join(config.engine.urls) or f"{count} vLLM server{'s' * (count > 1)}, started here"
+    if config.roles.engines:
+        engines = "vLLM"
     if not config.samples:
         engines = "none: nothing is sampled"
-    return {
+    plan: dict[str, Any] = {
         "orchestrator": "this process",
         "learner": f"{_processes(learner.ranks)}, loss {learner.loss}, {learner.dtype}, critic {learner.critic.kind}"
         f"{_asked(config)}",
@@ -107,6 +109,12 @@ def process_plan(config: Config) -> dict[str, Any]:
         "staleness": f"at most {buffer.max_off_policyness} optimizer steps",
         "order": order if buffer.effective_window is None else f"{order}, window {buffer.effective_window}",
     }
+    for kind, where in (("learner", "learner"), ("engine", "engines"), ("environment", "environment")):
+        if number := config.roles.wanted.get(kind, 0):
+            plan[where] += f"; on {number} other host{'s' * (number > 1)}"
+    if hosts := config.roles.sandboxes or config.roles.environments:
+        plan["sandboxes"] += f", of {hosts} other host{'s' * (hosts > 1)}"
+    return plan
 
 
 def _processes(ranks: int) -> str:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from asyncrl.checkpoint import CheckpointStore
 from asyncrl.commands.arguments import add_config_arguments
-from asyncrl.configs import Config, load_config
+from asyncrl.configs import Config, at_home, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.evaluation import evaluate
 from asyncrl.learner.merged import is_adapter, write_whole
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure; return the exit code."""
-    config = load_config(arguments.config, arguments.set)
+    config = at_home(load_config(arguments.config, arguments.set))
     samples = config.evaluation.samples if arguments.samples is None else arguments.samples
     for name, number in (("samples ([evaluation], --samples)", samples), ("--tasks", arguments.tasks)):
         if number is not None and number < 1:

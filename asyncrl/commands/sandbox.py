@@ -3,6 +3,7 @@
   asyncrl sandbox self-test
   asyncrl sandbox self-test configs/demo.toml --json
   asyncrl sandbox serve --token-file token --host 0.0.0.0
+  asyncrl sandbox --connect train-0:8780 --token-file token
   asyncrl sandbox reap runs
 
 `self-test` tries to break out of a sandbox in each of the known ways and says which were stopped; exit code 1 when one
@@ -11,6 +12,9 @@ it leaves those of running programs alone.
 
 `serve` answers runs whose [sandbox] has backend = "remote", this machine's address in `urls`, and the same token. It
 speaks plain HTTP: on a network that others can listen to, put it behind a proxy with TLS, or a tunnel.
+
+`--connect` opens sandboxes for one run of another host, which waits for them ([roles] sandboxes): this host comes to
+the run, and needs no port that others reach.
 """
 
 from __future__ import annotations
@@ -30,8 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.commands.arguments import add_sandbox_arguments, sandbox_settings_of
+from asyncrl.commands.role_arguments import add_role_arguments, play
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.protocols import SandboxBackend
+from asyncrl.role_services import SandboxRole
 from asyncrl.sandbox import AbuseResult, SandboxSettings, abuse_names, open_backend, reap, self_test
 from asyncrl.sandbox.access import make_token, read_token
 from asyncrl.sandbox.server import SandboxServer
@@ -46,7 +52,8 @@ _LOST_CLIENT_MS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    verbs = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    add_role_arguments(parser, "sandbox", required=False)
+    verbs = parser.add_subparsers(title="actions", metavar="ACTION")
     testing = verbs.add_parser("self-test", help="try to break out, in every known way")
     add_sandbox_arguments(testing)
     testing.add_argument("--only", action="append", metavar="NAME", help="try this one; may be given several times")
@@ -76,8 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Never called: each action has its own."""
-    raise AssertionError(arguments)
+    """Be the role; the actions have their own. Returns the exit code."""
+    if arguments.connect is None:
+        raise ConfigError("an action (self-test, serve, reap) or --connect HOST:PORT must be given")
+    return play(arguments, SandboxRole())
 
 
 def _self_test(arguments: argparse.Namespace) -> int:

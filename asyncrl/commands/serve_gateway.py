@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from asyncrl.commands.arguments import add_config_arguments
-from asyncrl.configs import Config, load_config
+from asyncrl.configs import Config, at_home, load_config
 from asyncrl.engine_processes import engine_clients, engine_starts, make_pool
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Operating, shown_trajectory
@@ -45,7 +45,7 @@ def add_service(services: Any) -> None:
 
 
 def _serve_gateway(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.set)
+    config = at_home(load_config(arguments.config, arguments.set))
     check_model(config.model.path)
     check_engine(config)
     for name, path in (("--access-file", arguments.access_file), ("--trajectories", arguments.trajectories)):
@@ -63,13 +63,14 @@ async def _serve(
     config: Config, listener: socket.socket, directory: RunDirectory, access: Path, trajectories: Path | None
 ) -> None:
     renderer = ChatRenderer.load(config.model.path)
-    pool = make_pool(config, renderer, _RUN_ID, 0)
+    make_engine = engine_clients(config, renderer, _RUN_ID, 0)
+    pool = make_pool(config, make_engine)
     gateway = make_gateway(config, renderer, pool)
     operating = Operating(
         gateway,
         pool,
         pool=pool,
-        make_engine=engine_clients(config, renderer, _RUN_ID, 0),
+        make_engine=make_engine,
         on_trajectory=partial(_append, trajectories) if trajectories else lambda trajectory: None,
     )
     async with until_signalled(), trio.open_nursery() as nursery:

@@ -90,14 +90,19 @@ class ServedEnvironment:
         settings: ServedSettings,
         *,
         renderer: ChatRenderer,
-        sandboxes: SandboxBackend,
+        sandboxes: SandboxBackend | None,
         seed: int = 0,
         places: Sequence[Place] | None = None,
+        token: str | None = None,
     ) -> None:
-        """`places` are where it is, instead of what the settings say. Raises: ConfigError where there is no token."""
+        """`places` are where it is, and `token` what they ask for, instead of what the settings say.
+
+        Raises: ConfigError where there is no token.
+        """
         del sandboxes  # the environment has its own, where it is
         self._settings = settings
-        token = read_token(settings.token_file, where=_WHERE) if settings.urls else secrets.token_urlsafe(32)
+        if token is None:
+            token = read_token(settings.token_file, where=_WHERE) if settings.urls else secrets.token_urlsafe(32)
         hello = messages.Hello(
             protocol=messages.PROTOCOL,
             token=token,

@@ -117,7 +117,7 @@ class Link:
                     welcome = await self._greet(stream)
                     wait_s = _FIRST_WAIT_S
                     await self._use(stream, welcome)
-            except* (OSError, EOFError, trio.BrokenResourceError, EnvironmentFault) as group:
+            except* (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError, EnvironmentFault) as group:
                 self.trouble = str(next(leaves(group))) or "the connection broke"
             await trio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
