@@ -236,6 +236,13 @@ class AttentionBlock:
     queries: slice
     before: tuple[slice, ...]
     """Slots that all of them see, in the order of their positions."""
+    shift: int = 0
+    """How many rows before its slot each query stands: not 0 where there are only some of a microbatch's queries."""
+
+    @property
+    def rows(self) -> slice:
+        """Where the queries stand among all that there are."""
+        return slice(self.queries.start - self.shift, self.queries.stop - self.shift)
 
     @property
     def num_queries(self) -> int:

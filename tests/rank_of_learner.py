@@ -17,9 +17,11 @@ from critics import mixed_groups
 from gloo_ranks import forked
 from synthetic_groups import random_groups
 from test_learner_teachers import told
+from torch.distributed.tensor import DTensor
 
 from asyncrl import wire
 from asyncrl.errors import CheckpointError, LearnerError
+from asyncrl.learner.optimizer import shard_of
 from asyncrl.learner.process import Learner
 from asyncrl.learner.ranks import ALONE, Place, Ranks
 from asyncrl.learner.settings import parse_job
@@ -32,21 +34,36 @@ def learn(run: Mapping[str, Any], ranks: Ranks = ALONE) -> dict[str, Any]:
     A run is {"job", "first": version, "seeds": of its batches, "groups": of `GROUPS`, "save": directory or ""}.
     """
     learner = Learner(parse_job(json.dumps(run["job"]).encode(), Path("job")), ranks)
+    measured = gradients_of(learner, run["groups"]) if run.get("gradients") else None
     steps = []
     for version, seed in enumerate(run["seeds"], start=run["first"]):
         reply = learner.answer(wire.StepRequest(groups=GROUPS[run["groups"]](seed, version)))
         assert isinstance(reply, wire.StepReply)
         steps.append({**reply.result.metrics, "top": reply.result.top_ratios, "spikes": reply.result.spikes})
     demonstrations = [t.segments[0] for group in random_groups(99) for t in group.trajectories]
-    measured = learner.answer(wire.SupervisedLossRequest(segments=demonstrations))
-    assert isinstance(measured, wire.SupervisedLossReply)
+    supervised = learner.answer(wire.SupervisedLossRequest(segments=demonstrations))
+    assert isinstance(supervised, wire.SupervisedLossReply)
     canary = learner.hello().canary_logprobs
     learner.answer(wire.PublishRequest())
     if run["save"]:
         Path(run["save"]).mkdir(exist_ok=True)
         learner.answer(wire.SaveRequest(directory=run["save"]))
     learner.close()
-    return {"steps": steps, "supervised": measured.loss, "canary": canary}
+    return {"steps": steps, "supervised": supervised.loss, "canary": canary, "measured": measured}
+
+
+def gradients_of(learner: Learner, groups: str) -> dict[str, Any]:
+    """Return log-probs of a batch's tokens, and of each weight's gradient every 101st number and the norm."""
+    stepper, optimizer = learner._stepper, learner._optimizer
+    batch = stepper._select(GROUPS[groups](11, 0)).batch
+    _, _, whole = stepper.accumulate(batch, stepper._split(batch))
+    found = {}
+    for name, gradient in optimizer.gradients().items():
+        sharded = shard_of(optimizer._parameters[name], gradient)
+        flat = (sharded.full_tensor() if isinstance(sharded, DTensor) else sharded).flatten().double()
+        found[name] = [*flat[::101].tolist(), float(flat.norm())]
+    optimizer.discard()
+    return {"logprobs": whole.policy_logprobs.tolist(), "gradients": found}
 
 
 def some_groups(seed: int, version: int) -> list[Group]:

@@ -32,6 +32,7 @@ class Scene:
         seeds: tuple[int, ...],
         after: str = "",
         groups: str = "some",
+        gradients: bool = False,
         **settings: Any,
     ) -> dict[str, Any]:
         """Return what `rank_of_learner` is told: go on `after` another run's checkpoint, and save as `name`."""
@@ -51,7 +52,8 @@ class Scene:
             },
         }
         save = str(self.directory / name)
-        return {"job": job, "first": seeds[0], "seeds": seeds, "groups": groups, "save": save}
+        chosen = {"seeds": seeds, "groups": groups, "gradients": gradients}
+        return {"job": job, "first": seeds[0], "save": save, **chosen}
 
     def on_ranks(self, count: int, *runs: dict[str, Any]) -> list[Any]:
         """Return what the first of `count` ranks finds in each run, after comparing it with what the others find."""

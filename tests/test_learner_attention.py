@@ -97,7 +97,7 @@ def test_where_a_branch_ends_says_the_whole_mask(where: Microbatch) -> None:
         for part in block.before:
             sees[block.queries, part] = True
         sees[block.queries, block.queries] = torch.ones(block.num_queries, block.num_queries, dtype=torch.bool).tril()
-    until, slot = seen_until(where.blocks, _CPU), torch.arange(slots)
+    until, slot = seen_until(where.blocks, slots, _CPU), torch.arange(slots)
     assert torch.equal((slot <= slot[:, None]) & (slot[:, None] < until), sees)
 
 

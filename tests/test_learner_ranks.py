@@ -57,7 +57,11 @@ def on_two(scene: Scene, alone: list[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def on_four(scene: Scene, on_two: list[Any]) -> list[Any]:
-    return scene.on_ranks(4, scene.run("four-after-two", ranks=4, seeds=(2, 3), after="two"))
+    return scene.on_ranks(
+        4,
+        scene.run("four-after-two", ranks=4, seeds=(2, 3), after="two"),
+        scene.run("pairs-after-two", ranks=4, seeds=(2, 3), after="two", context_parallel=2),
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +80,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(
 ) -> None:
     back = learn(scene.run("one-after-four", ranks=1, seeds=(4,), after="four-after-two"))
     on = learn(scene.run("one-more", ranks=1, seeds=(4,), after="one-again"))
-    for found, wanted in ((on_two[1], alone[1]), (on_four[0], alone[1]), (back, on)):
+    pairs = on_four[1]  # of ranks, each of which reads its share of a batch between its two
+    for found, wanted in ((on_two[1], alone[1]), (on_four[0], alone[1]), (pairs, alone[1]), (back, on)):
         for ours, theirs in zip(found["steps"], wanted["steps"], strict=True):
             assert_alike(ours, theirs)
 

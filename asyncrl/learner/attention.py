@@ -46,7 +46,8 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, N, H, D], None) for query [1, H, N, D], key and value [1, J, N, D]; differentiable.
 
-    `blocks` reaches this function through the model's keyword arguments.
+    `blocks` reaches this function through the model's keyword arguments. Where they hold some of the slots only, there
+    are as many queries and results, in the blocks' order.
     """
     assert attention_mask is None
     assert query.shape[0] == 1
@@ -123,7 +124,7 @@ class _TreeAttention(torch.autograd.Function):
 
 
 class Tile(NamedTuple):
-    """Queries of one step, and how many of its block's keys they see; the last of them are the queries themselves."""
+    """Rows of one step's queries, and how many of its block's keys they see; the last of those are their own."""
 
     queries: slice
     num_keys: int
@@ -151,14 +152,15 @@ class _Space:
 
 
 def cut(block: AttentionBlock) -> list[Tile]:
-    """Return tiles that cover the block. Where a run of slots is cut depends on nothing outside of it."""
+    """Return tiles that cover the block's rows. Where a run of slots is cut depends on nothing outside of it."""
     tiles = []
     first, end = block.queries.start, block.queries.stop
     num_before = sum(part.stop - part.start for part in block.before)
     while first < end:
         most = max(_LEAST_QUERIES, _TILE_SCORES // (num_before + min(first + _TILE_QUERIES, end) - block.queries.start))
         queries = slice(first, min(first + most, first + _TILE_QUERIES, end))
-        tiles.append(Tile(queries, num_before + queries.stop - block.queries.start))
+        rows = slice(queries.start - block.shift, queries.stop - block.shift)
+        tiles.append(Tile(rows, num_before + queries.stop - block.queries.start))
         first = queries.stop
     return tiles
 

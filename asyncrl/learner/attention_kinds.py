@@ -28,11 +28,15 @@ from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import tree_attention
+from asyncrl.learner.context import Gather
 from asyncrl.packing import AttentionBlock
 
 _PREFIX = "asyncrl_"
 _CUDA_ONLY = ("flash_attn", "varlen", "flex")
 _16_BITS_ONLY = ("flash_attn", "varlen")
+
+Attention = Callable[..., tuple[torch.Tensor, None]]
+"""As `tree_attention`."""
 
 Kernel = Callable[..., torch.Tensor]
 """From (q [Q, H, D], k [K, J, D], v [K, J, D], edges of the queries' and of the keys' sequences, the longest of each,
@@ -67,9 +71,29 @@ def register(name: str) -> str:
     return _PREFIX + name
 
 
-def implementation(name: str) -> Callable[..., tuple[torch.Tensor, None]]:
+def implementation(name: str) -> Attention:
     """Return what computes it, called as `tree_attention` is."""
-    return _KINDS[name]
+    return gathering(_KINDS[name])
+
+
+def gathering(function: Attention) -> Attention:
+    """Return what first gathers the keys and values of ranks that read one microbatch between them."""
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        gather: Gather | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if gather is not None:
+            key, value = gather(key, value)
+        return function(module, query, key, value, attention_mask, **options)
+
+    return attention
 
 
 def _has_flash_attn() -> bool:
@@ -79,14 +103,18 @@ def _has_flash_attn() -> bool:
 # --- by a mask ------------------------------------------------------------------------------------------------
 
 
-def seen_until(blocks: Sequence[AttentionBlock], device: torch.device) -> torch.Tensor:
+def seen_until(blocks: Sequence[AttentionBlock], num_slots: int, device: torch.device) -> torch.Tensor:
     """Return [N] int64: of each slot as a key the slot after the last that sees it; all from the key up to it do."""
-    num_slots = max((block.queries.stop for block in blocks), default=0)
     until = torch.zeros(num_slots, dtype=torch.int64)
     for block in blocks:
         for part in block.keys:
             until[part] = until[part].clamp(min=block.queries.stop)
     return until.to(device)
+
+
+def slots_of_rows(blocks: Sequence[AttentionBlock], device: torch.device) -> torch.Tensor:
+    """Return int64, the slot of each query that there is."""
+    return torch.cat([torch.arange(block.queries.start, block.queries.stop) for block in blocks]).to(device)
 
 
 def masked_attention(
@@ -101,8 +129,9 @@ def masked_attention(
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `tree_attention`, by scaled_dot_product_attention."""
-    until, slot = seen_until(blocks, query.device), torch.arange(query.shape[2], device=query.device)
-    mask = (slot <= slot.unsqueeze(1)) & (slot.unsqueeze(1) < until)
+    until, slot = seen_until(blocks, key.shape[2], query.device), torch.arange(key.shape[2], device=query.device)
+    looking = slots_of_rows(blocks, query.device).unsqueeze(1)
+    mask = (slot <= looking) & (looking < until)
     result = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
     )
@@ -123,12 +152,12 @@ def flex_tree_attention(
     """As `tree_attention`, by flex attention; on a CPU it has no backward pass."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    until, num_slots = seen_until(blocks, query.device), query.shape[2]
+    until, looking = seen_until(blocks, key.shape[2], query.device), slots_of_rows(blocks, query.device)
 
-    def sees(batch: torch.Tensor, head: torch.Tensor, query_slot: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        return (slot <= query_slot) & (query_slot < until[slot])
+    def sees(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return (slot <= looking[row]) & (looking[row] < until[slot])
 
-    mask = create_block_mask(sees, None, None, num_slots, num_slots, device=str(query.device))
+    mask = create_block_mask(sees, None, None, len(looking), key.shape[2], device=str(query.device))
     result = _flex(query.is_cuda)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     return result.transpose(1, 2), None
 
@@ -153,13 +182,13 @@ def by_runs(
     kernel: Kernel,
 ) -> torch.Tensor:
     """Return [1, N, H, D] for query [1, H, N, D], key and value [1, J, N, D]: each run of slots is a sequence."""
-    slots = torch.arange(query.shape[2], device=query.device)
+    slots = torch.arange(key.shape[2], device=query.device)
     keys = [torch.cat([slots[part] for part in block.keys]) for block in blocks]  # a block's own come last
     index = torch.cat(keys)
     lengths = [[block.num_queries for block in blocks], [len(part) for part in keys]]
     edges = [torch.tensor([0, *n], device=query.device).cumsum(0).int() for n in lengths]
     result = kernel(
-        query[0].transpose(0, 1),  # the blocks hold every slot once, in order
+        query[0].transpose(0, 1),  # the blocks hold every query once, in order
         key[0].transpose(0, 1)[index],
         value[0].transpose(0, 1)[index],
         *edges,

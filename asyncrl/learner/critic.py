@@ -118,10 +118,8 @@ class Critic(abc.ABC):
         cut = [self.settings.bootstrap_truncated and t.status in _CUT_OFF for t in trajectories]
         states = self._states(batch, torch.tensor(cut, dtype=torch.bool))
         size, share = self._learner.microbatch_tokens, self._learner.share_prefixes
-        members = deal(states.rows, self._ranks.count, max_tokens=size, share_prefixes=share)
-        microbatches = split(
-            states.rows, max_tokens=size, share_prefixes=share, members=members[self._ranks.place.rank]
-        )
+        members = deal(states.rows, self._ranks.num_shares, max_tokens=size, share_prefixes=share)
+        microbatches = split(states.rows, max_tokens=size, share_prefixes=share, members=members[self._ranks.share])
         with torch.no_grad():
             outputs_W = torch.zeros(states.rows.num_tokens, dtype=torch.float64)
             for microbatch in self._ranks.in_step(microbatches):
@@ -129,7 +127,7 @@ class Critic(abc.ABC):
                 if microbatch is not None:
                     outputs_W[microbatch.token_index] = found.double().cpu()
         self._body.release()
-        self._ranks.add_up(outputs_W)
+        self._ranks.add_up_shares(outputs_W)
         values_Q = self._value_of(outputs_W[states.place])
         num_nonfinite = int((~values_Q.isfinite()).sum())
         values_Q = torch.where(values_Q.isfinite(), values_Q, 0.0)

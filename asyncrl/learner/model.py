@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner import norm
 from asyncrl.learner.attention_kinds import choose, register
+from asyncrl.learner.context import Gather
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.packing import Microbatch, nothing, to_device, unpack
 
@@ -121,23 +122,31 @@ class PolicyModel:
         `hidden` is what `hidden` returned for this microbatch, where it is needed elsewhere too.
         """
         hidden = self.hidden(microbatch) if hidden is None else hidden  # before the head, which it makes whole
-        logprobs, entropy = logprobs_and_entropy(
+        logprobs, entropy = self.predicted(microbatch, hidden)
+        return unpack(microbatch, logprobs), unpack(microbatch, entropy)
+
+    def predicted(self, microbatch: Microbatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([P] log-prob of each prediction's target, [P] entropy) from the states [P, C]; differentiable."""
+        return logprobs_and_entropy(
             hidden,
             self.head,
             microbatch.target_ids,
             temperature=self.temperature,
             logits_dtype=self.head_dtype,
         )
-        return unpack(microbatch, logprobs), unpack(microbatch, entropy)
 
 
-def hidden_states(body: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
-    """Return [P, C], the last hidden state of `body` at the slots that predict a scored token; differentiable."""
+def hidden_states(body: torch.nn.Module, microbatch: Microbatch, gather: Gather | None = None) -> torch.Tensor:
+    """Return [P, C], the last hidden state of `body` at the slots that predict a scored token; differentiable.
+
+    `gather` is given where `microbatch` is a rank's part of one.
+    """
     states = body(
         input_ids=microbatch.tree_token_ids.unsqueeze(0),
         position_ids=microbatch.tree_position_ids.unsqueeze(0),
         use_cache=False,
         blocks=microbatch.blocks,
+        gather=gather,
     ).last_hidden_state[0]
     predicting: torch.Tensor = states.index_select(0, microbatch.predict_slot)
     return predicting

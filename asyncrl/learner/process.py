@@ -49,6 +49,7 @@ class Learner:
     def __init__(self, job: LearnerJob, ranks: Ranks = ALONE) -> None:
         settings = job.learner
         torch.manual_seed(job.seed)
+        ranks.form_contexts(settings.context_parallel)
         _set_threads(settings.threads, ranks)
         self._job = job
         self._ranks = ranks

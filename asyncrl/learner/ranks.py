@@ -3,6 +3,9 @@
 Every rank runs the same program on the same batch: the first is told what to do by the orchestrator and passes it on.
 A rank forwards its share of the segments. What belongs to the whole batch (log-probs, the loss's own metrics, the norm
 of the gradient) is put together over all ranks before anything is decided from it, and decisions are the first's.
+
+Where several ranks read one share between them (`context`), all of them come to the same log-probs and loss; what is
+put together counts one of them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import distributed
 
 from asyncrl import __version__, wire
 from asyncrl.errors import ConfigError, LearnerError
+from asyncrl.learner.context import Context
 from asyncrl.losses import reduce, reduction
 from asyncrl.losses.reduction import Record
 from asyncrl.packing import Microbatch
@@ -59,6 +63,7 @@ class Ranks:
     def __init__(self, place: Place) -> None:
         """Meet the others, where there are any. Raises: ConfigError where they are not of the same version."""
         self.place = place
+        self.context = Context()
         self._waiting: Any = None
         if place.count == 1:
             return
@@ -77,6 +82,28 @@ class Ranks:
     def count(self) -> int:
         """How many there are."""
         return self.place.count
+
+    def form_contexts(self, size: int) -> None:
+        """Let `size` ranks after the other read one share between them; all ranks call it, before anything else."""
+        if size == 1:
+            self.context = Context()
+            return
+        groups = [
+            distributed.new_group(range(first, first + size), timeout=_COLLECTIVE_TIMEOUT)
+            for first in range(0, self.count, size)
+        ]
+        share, place = divmod(self.place.rank, size)
+        self.context = Context(place, size, groups[share])
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares a batch is dealt."""
+        return self.count // self.context.count
+
+    @property
+    def share(self) -> int:
+        """Which of them this rank reads."""
+        return self.place.rank // self.context.count
 
     @property
     def is_first(self) -> bool:
@@ -126,6 +153,17 @@ class Ranks:
         number = torch.tensor([value], dtype=torch.float64)
         self.add_up(number)
         return float(number)
+
+    def add_up_shares(self, *tensors: torch.Tensor) -> None:
+        """As `add_up`, over all shares."""
+        for tensor in tensors:
+            if self.context.place:
+                tensor.zero_()
+        self.add_up(*tensors)
+
+    def total_of_shares(self, value: float) -> float:
+        """As `total`, over all shares."""
+        return self.total(0.0 if self.context.place else value)
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Replace a tensor in host memory, of one shape on all ranks, by the first rank's."""
@@ -186,10 +224,11 @@ ALONE = Ranks(Place())
 
 
 def merge_over(ranks: Ranks, records: Mapping[str, Record]) -> dict[str, Record]:
-    """Return the records of all ranks together, the same on each."""
+    """Return the records of all shares together, the same on each rank."""
     if ranks.count == 1:
         return dict(records)
-    tables = [wire.decode(data, dict[str, tuple[str, Any]]) for data in ranks.gather(wire.encode(_tables(records)))]
+    given = ranks.gather(wire.encode(_tables(records)))[:: ranks.context.count]
+    tables = [wire.decode(data, dict[str, tuple[str, Any]]) for data in given]
     return reduce(
         [
             {name: msgspec.convert(fields, getattr(reduction, kind)) for name, (kind, fields) in table.items()}

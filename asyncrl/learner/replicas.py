@@ -40,7 +40,7 @@ class Replica:
         """Return [W] nats of the tokens that `rows.loss_mask` marks, 0.0 for all others; on the CPU."""
         found = torch.zeros(rows.num_tokens, dtype=_wide(self.model.head.dtype))
         size, share = self._max_tokens, self._share_prefixes
-        members = deal(rows, self._ranks.count, max_tokens=size, share_prefixes=share)[self._ranks.place.rank]
+        members = deal(rows, self._ranks.num_shares, max_tokens=size, share_prefixes=share)[self._ranks.share]
         with torch.no_grad():
             for microbatch in self._ranks.in_step(split(rows, max_tokens=size, share_prefixes=share, members=members)):
                 if microbatch is None:
@@ -49,7 +49,7 @@ class Replica:
                 logprobs, _ = self.model.logprobs(to_device(microbatch, self._device))
                 found[microbatch.token_index] = logprobs.cpu()
         self.model.release()
-        self._ranks.add_up(found)
+        self._ranks.add_up_shares(found)
         return found
 
     def states(self, rows: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -99,6 +99,9 @@ class LearnerSettings:
     ranks: int = 1
     """Processes that hold the model between them (FSDP2), and any reference, teacher or value model too: each keeps its
     part of weights and optimizer, and reads its share of every batch. On GPUs each takes one. Adapters: 1."""
+    context_parallel: int = 1
+    """How many of the ranks read one microbatch between them, each a part of its tokens; `ranks` is a multiple. For
+    segments whose activations one rank cannot hold: only keys and values of a layer are whole on each."""
     start: str = "here"
     """"here": its processes are started on this host with the run. "by_hand": the run says what starts them and waits;
     with `torchrun` they may be on several hosts, which share the run directory, the first rank on this one."""
@@ -152,6 +155,7 @@ class LearnerSettings:
             ("warmup_steps", 0, "optimizer steps"),
             ("microbatch_tokens", 1, "tokens"),
             ("ranks", 1, "processes"),
+            ("context_parallel", 1, "processes"),
             ("threads", 0, "threads"),
             ("weight_decay", 0.0, ""),
             ("max_grad_norm", 0.0, ""),
@@ -183,6 +187,8 @@ class LearnerSettings:
             self._check_lora()
         if self.ranks > 1:
             self._check_several_ranks()
+        if self.context_parallel > 1:
+            self._check_context(loss)
 
     def _check_lora(self) -> None:
         whole = {
@@ -201,6 +207,18 @@ class LearnerSettings:
         for what, found in unshared.items():
             if found:
                 raise ConfigError(f"ranks = {self.ranks} ([learner]) cannot share {what}: set ranks = 1")
+
+    def _check_context(self, loss: LossSettings) -> None:
+        said = f"context_parallel = {self.context_parallel} ([learner])"
+        if self.ranks % self.context_parallel:
+            raise ConfigError(f"{said} must divide ranks = {self.ranks}")
+        whole = {
+            f'kind = "{self.critic.kind}" ([learner.critic])': self.critic.on,
+            f"distillation_coef = {loss.distillation_coef} of loss {self.loss!r}": loss.distillation_coef > 0,
+        }
+        for what, found in whole.items():
+            if found:
+                raise ConfigError(f"{said} leaves hidden states apart, which {what} reads: set context_parallel = 1")
 
     def _check_critic(self, loss: LossSettings) -> None:
         if not loss.reads_advantage:

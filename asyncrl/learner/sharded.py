@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention_kinds import choose, register
+from asyncrl.learner.context import Context, Gather
 from asyncrl.learner.model import PolicyModel, hidden_states, prepare, read_model
 from asyncrl.learner.ranks import Ranks
-from asyncrl.packing import Microbatch
+from asyncrl.packing import Microbatch, unpack
 
 _READ = "read_microbatch"
 
@@ -34,10 +35,42 @@ _READ = "read_microbatch"
 class ShardedModel(PolicyModel):
     """A causal language model of which this rank holds a part."""
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        temperature: float,
+        head_dtype: torch.dtype | None,
+        context: Context | None = None,
+    ) -> None:
+        """`context` are the ranks that read one microbatch between them."""
+        super().__init__(model, temperature=temperature, head_dtype=head_dtype)
+        self._context = context or Context()
+
+    def at(self, *, temperature: float, head_dtype: torch.dtype | None) -> ShardedModel:
+        """Return the same weights with another head."""
+        return type(self)(self.model, temperature=temperature, head_dtype=head_dtype, context=self._context)
+
     def hidden(self, microbatch: Microbatch) -> torch.Tensor:
-        """See `PolicyModel.hidden`. All ranks call it at once; the head's weight is whole until the backward pass."""
-        states: torch.Tensor = getattr(self.model, _READ)(microbatch)
+        """See `PolicyModel.hidden`. All ranks call it at once; the head's weight is whole until the backward pass.
+
+        Of ranks that read one microbatch between them each returns its own predictions' states.
+        """
+        gather = None
+        if self._context.count > 1:
+            microbatch, gather = self._context.part_of(microbatch).microbatch, self._context.gather
+        states: torch.Tensor = getattr(self.model, _READ)(microbatch, gather)
         return states
+
+    def logprobs(self, microbatch: Microbatch, hidden: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PolicyModel.logprobs`: of the whole microbatch, on each rank that reads it."""
+        if self._context.count == 1:
+            return super().logprobs(microbatch, hidden)
+        hidden = self.hidden(microbatch) if hidden is None else hidden
+        part = self._context.part_of(microbatch)
+        made = self.predicted(part.microbatch, hidden)
+        logprobs, entropy = (self._context.predicted(part, values) for values in made)
+        return unpack(microbatch, logprobs), unpack(microbatch, entropy)
 
     def release(self) -> None:
         """See `PolicyModel.release`: a pass without a gradient leaves the head and embeddings whole."""
@@ -79,7 +112,7 @@ def load_sharded(
         model.tie_weights()
     with torch.no_grad():
         _hand_out(model, {} if whole is None else _tensors(whole), ranks)
-    return ShardedModel(model, temperature=temperature, head_dtype=head_dtype)
+    return ShardedModel(model, temperature=temperature, head_dtype=head_dtype, context=ranks.context)
 
 
 def _without_weights(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
@@ -105,8 +138,8 @@ def _shard(model: Any, ranks: Ranks, dtype: torch.dtype, device: torch.device) -
         module.set_force_sum_reduction_for_comms(True)  # else the factor is multiplied in by what gloo does not have
 
 
-def _read(model: Any, microbatch: Microbatch) -> torch.Tensor:
-    return hidden_states(model.get_decoder(), microbatch)
+def _read(model: Any, microbatch: Microbatch, gather: Gather | None) -> torch.Tensor:
+    return hidden_states(model.get_decoder(), microbatch, gather)
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -150,25 +150,25 @@ class Stepper:
         """Return the microbatches of this rank's share of the batch."""
         size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
         if self._loss.objective == "pairs":
-            pairs = deal_pairs(batch, self._ranks.count)[self._ranks.place.rank]
+            pairs = deal_pairs(batch, self._ranks.num_shares)[self._ranks.share]
             return split_pairs(batch, max_tokens=size, share_prefixes=share, pairs=pairs)
         idle = self._without_gradient(batch)
-        shares = deal(batch, self._ranks.count, max_tokens=size, share_prefixes=share, apart=idle)
+        shares = deal(batch, self._ranks.num_shares, max_tokens=size, share_prefixes=share, apart=idle)
         return split(
             batch,
             max_tokens=size,
             share_prefixes=share,
             observations=self._loss.observation_coef > 0,
             apart=idle,
-            members=shares[self._ranks.place.rank],
+            members=shares[self._ranks.share],
         )
 
     def _work(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
         """Return what all ranks have to forward, given this one's microbatches."""
         slots = sum(microbatch.num_slots for microbatch in microbatches)
-        work = torch.zeros(self._ranks.count, 2, dtype=torch.float64)
-        work[self._ranks.place.rank] = torch.tensor([len(microbatches), slots], dtype=torch.float64)
-        self._ranks.add_up(work)
+        work = torch.zeros(self._ranks.num_shares, 2, dtype=torch.float64)
+        work[self._ranks.share] = torch.tensor([len(microbatches), slots], dtype=torch.float64)
+        self._ranks.add_up_shares(work)
         found = {"num_microbatches": float(work[:, 0].sum()), "tokens_forwarded": float(work[:, 1].sum())}
         if self._ranks.count > 1:
             found["rank_imbalance"] = float(work[:, 1].max() / work[:, 1].mean()) - 1.0
@@ -222,8 +222,8 @@ class Stepper:
             entropy[microbatch.token_index] = entropy_T.detach().double().cpu()
         self._model.release()
         self._teachers.release()
-        self._ranks.add_up(policy, entropy, *([] if influence is None else [influence]))
-        total, records = self._ranks.total(total), merge_over(self._ranks, reduce(parts))
+        self._ranks.add_up_shares(policy, entropy, *([] if influence is None else [influence]))
+        total, records = self._ranks.total_of_shares(total), merge_over(self._ranks, reduce(parts))
         if self._critic is not None:
             self._critic.accumulate(batch)
         whole = LossInputs(
@@ -278,7 +278,7 @@ class Stepper:
                         continue
                     logprobs_T, _ = self._model.logprobs(to_device(microbatch, self._device))
                     policy[microbatch.token_index] = logprobs_T.float().cpu()
-            self._ranks.add_up(policy)
+            self._ranks.add_up_shares(policy)
         inputs = LossInputs(
             policy_logprobs=policy,
             behaviour_logprobs=batch.behaviour_logprobs,

@@ -57,7 +57,7 @@ class SupervisedStepper:
             "loss": loss,
             "tokens_trained": float(batch.num_loss_tokens),
             "tokens_batch": float(batch.num_tokens),
-            "num_microbatches": self._ranks.total(len(microbatches)),
+            "num_microbatches": self._ranks.total_of_shares(len(microbatches)),
             "grad_norm": norm,
             "grad_norm_nonfinite": float(not stepped),
             "learning_rate": learning_rate,
@@ -82,8 +82,8 @@ class SupervisedStepper:
             rewards=nothing,
         )
         size, share = self._settings.microbatch_tokens, self._settings.share_prefixes
-        shares = deal(batch, self._ranks.count, max_tokens=size, share_prefixes=share)
-        members = shares[self._ranks.place.rank]
+        shares = deal(batch, self._ranks.num_shares, max_tokens=size, share_prefixes=share)
+        members = shares[self._ranks.share]
         return batch, split(batch, max_tokens=size, share_prefixes=share, members=members)
 
     def _accumulate(self, batch: Batch, microbatches: Sequence[Microbatch]) -> float:
@@ -109,4 +109,4 @@ class SupervisedStepper:
                 loss.backward()
             total += float(loss.detach())
         self._model.release()
-        return self._ranks.total(total)
+        return self._ranks.total_of_shares(total)
