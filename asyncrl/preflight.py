@@ -12,6 +12,7 @@ import trio
 
 from asyncrl.configs import Config
 from asyncrl.demonstrations import Demonstrations, read_demonstrations
+from asyncrl.engines.arguments import guesses_from_suffixes
 from asyncrl.environments import load_environment, resolve_options
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.learner.critic_settings import check_critic
@@ -101,6 +102,11 @@ def check_engine(config: Config) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed: pip install asyncrl[cpu] or asyncrl[gpu], or name servers by urls ([engine])"
+        )
+    if guesses_from_suffixes(config.engine.extra) and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "speculative_config.method = 'suffix' needs the package arctic-inference, which is not installed; 'ngram' "
+            "needs nothing ([engine] extra)"
         )
     for port in config.engine.ports:
         _check_port("127.0.0.1", port, "[engine]")

@@ -52,7 +52,26 @@ def test_sampling_that_would_bias_the_ratio_is_refused_with_the_reason(settings:
         ({"dtype": "int4"}, "dtype must be one of bfloat16, float16, float32, auto, got 'int4'"),
         ({"extra": {"seed": 1}}, r"extra may not set seed \(\[engine\]\); \[run\] seed"),
         ({"extra": {"middleware": "a.b"}}, "extra may not set middleware.*it guards the routes"),
-        ({"extra": {"logprobs-mode": "raw_logprobs"}}, "extra may not set logprobs-mode.*ratios need"),
+        ({"extra": {"logprobs-mode": "raw_logprobs"}}, "extra may not set logprobs_mode.*ratios need"),
+        ({"extra": {"data-parallel-size": 2}}, "extra may not set data_parallel_size.*take count, or urls"),
+        ({"extra": {"data_parallel_backend": "ray"}}, "extra may not set data_parallel_backend.*take count, or urls"),
+        ({"extra": {"tensor_parallel_size": 0}}, "tensor_parallel_size must be a whole number >= 1, got 0"),
+        ({"extra": {"tensor_parallel_size": "2"}}, "tensor_parallel_size must be a whole number >= 1, got '2'"),
+        (
+            {"extra": {"tensor_parallel_size": 2}, "devices": ("0",)},
+            r"devices must name 2 for each server.*got '0'.*\"0,1\", \"2,3\"",
+        ),
+        ({"extra": {"speculative_config": "ngram"}}, "speculative_config must be a table, got 'ngram'"),
+        (
+            {"extra": {"speculative_config": {"method": "eagle3", "model": "m"}}},
+            "method must be one of ngram, ngram_gpu, suffix, got 'eagle3'.*stays at the first version",
+        ),
+        ({"extra": {"speculative_config": {"model": "m"}}}, "method must be one of ngram.*got None"),
+        (
+            {"extra": {"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}}},
+            "rejection_sample_method must be 'standard', got 'synthetic'",
+        ),
+        ({"extra": {"quantization": "awq"}}, "quantization must be one of fp8, .*got 'awq'.*arrive unquantised"),
     ],
 )
 def test_an_engine_setting_that_cannot_be_used_is_refused_with_its_name(settings: dict[str, Any], words: str) -> None:
@@ -99,6 +118,33 @@ def test_further_arguments_are_passed_as_vllm_names_them() -> None:
         "--x",
         '{"a": 1}',
     ]
+
+
+def test_servers_that_guess_tokens_are_told_so_and_judge_them_rightly() -> None:
+    guessing = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    argv, environment = command(EngineSettings(extra=guessing), "m", 1)
+    assert json.loads(argv[argv.index("--speculative-config") + 1]) == guessing["speculative_config"]
+    assert environment["ASYNCRL_SPECULATES"] == "1"
+    assert "ASYNCRL_SPECULATES" not in command(EngineSettings(), "m", 1)[1]
+
+
+def test_the_ranks_of_a_server_share_its_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    settings = EngineSettings(count=2, extra={"tensor-parallel-size": 2}, devices=("0,1", "2,3"))
+    assert command(settings, "m", 1)[1]["OMP_NUM_THREADS"] == str(max(1, cores // 4))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, ""),
+        ({"kv_cache_dtype": "auto"}, ""),
+        ({"quantization": "fp8"}, "weights fp8"),
+        ({"quantization": "fp8_per_channel", "kv-cache-dtype": "fp8"}, "weights fp8_per_channel, keys and values fp8"),
+    ],
+)
+def test_what_a_server_quantises_is_known(extra: dict[str, Any], words: str) -> None:
+    assert EngineSettings(extra=extra).quantisation == words
 
 
 def test_a_free_port_can_be_listened_on() -> None:

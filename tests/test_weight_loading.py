@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_model import build_tiny_model, state_of
-from vllm_model import assert_holds, build_vllm_model
+from vllm_model import INPUTS, assert_holds, build_vllm_model, layer_outputs, wanted_outputs
 
 from asyncrl.errors import WeightSyncError
 
@@ -44,6 +44,28 @@ def test_a_version_without_a_tensor_is_told_by_its_name(loaded: tuple[Any, Any, 
 
     model, config, directory = loaded
     state = another(directory, 3)
+    del state["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        load_in_place(model, config.model_config, state.items())
+
+
+def test_weights_that_are_quantised_as_they_load_are_quantised_anew_with_every_version(tmp_path: Path) -> None:
+    """Kills: a version refused for scales that no checkpoint has, scales of the version before."""
+    from asyncrl.weight_sync.vllm_loading import load_in_place
+
+    directory = build_tiny_model(tmp_path / "model", dtype=torch.bfloat16)
+    model, config = build_vllm_model(directory, dtype="bfloat16", quantization="fp8_per_channel")
+    inputs = INPUTS.bfloat16()
+    for seed in (None, 1, 2):
+        state = another(directory, seed) if seed else state_of(directory)
+        state = {name: (tensor * (seed or 1)).bfloat16() for name, tensor in state.items()}
+        if seed:
+            load_in_place(model, config.model_config, state.items())
+        found, wanted = layer_outputs(model, inputs), wanted_outputs(state, inputs)
+        for name in ("qkv", "o", "gate_up", "down"):
+            distance = (found[name].float() - wanted[name].float()).norm() / wanted[name].float().norm()
+            assert 0.01 < distance < 0.06, (seed, name, "three bits of mantissa, twice")
+        torch.testing.assert_close(found["head"].float(), wanted["head"].float(), rtol=0.02, atol=0.02)
     del state["model.layers.1.mlp.down_proj.weight"]
     with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj\.weight"):
         load_in_place(model, config.model_config, state.items())

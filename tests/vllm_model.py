@@ -13,7 +13,9 @@ import torch
 INPUTS = torch.randn((3, 128), generator=torch.Generator().manual_seed(1))
 
 
-def build_vllm_model(directory: Path, *, dtype: str = "float32", rank: int = 0, world_size: int = 1) -> tuple[Any, Any]:
+def build_vllm_model(
+    directory: Path, *, dtype: str = "float32", rank: int = 0, world_size: int = 1, quantization: str | None = None
+) -> tuple[Any, Any]:
     """Return vLLM's model of a model directory as its worker holds it, and vLLM's configuration.
 
     Of a tensor-parallel model, which several processes hold together, it is one rank's part.
@@ -21,10 +23,10 @@ def build_vllm_model(directory: Path, *, dtype: str = "float32", rank: int = 0, 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # what vLLM imports is not this project's
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does before it loads
-        return _build(directory, dtype, rank, world_size)
+        return _build(directory, dtype, rank, world_size, quantization)
 
 
-def _build(directory: Path, dtype: str, rank: int, world_size: int) -> tuple[Any, Any]:
+def _build(directory: Path, dtype: str, rank: int, world_size: int, quantization: str | None) -> tuple[Any, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         ensure_model_parallel_initialized,
@@ -35,7 +37,12 @@ def _build(directory: Path, dtype: str, rank: int, world_size: int) -> tuple[Any
     from vllm.model_executor.model_loader import get_model
 
     arguments = EngineArgs(
-        model=str(directory), dtype=dtype, enforce_eager=True, max_model_len=256, tensor_parallel_size=world_size
+        model=str(directory),
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=256,
+        tensor_parallel_size=world_size,
+        quantization=quantization,
     )
     config = arguments.create_engine_config()
     config.parallel_config.rank = rank

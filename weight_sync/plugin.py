@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 
-from asyncrl.weight_sync.vllm_labels import SWITCH, label_every_event
+from asyncrl.weight_sync import vllm_labels, vllm_speculation
+from asyncrl.weight_sync.vllm_ranks import hear_every_rank
 
 BACKEND = "asyncrl"
 """Chosen by `--weight-transfer-config '{"backend": "asyncrl"}'`."""
@@ -30,5 +31,8 @@ def register() -> None:
     except ValueError as error:
         if "already registered" not in str(error):
             raise
-    if os.environ.get(SWITCH):
-        label_every_event()
+    if os.environ.get(vllm_labels.SWITCH):
+        vllm_labels.label_every_event()
+        hear_every_rank()
+    if os.environ.get(vllm_speculation.SWITCH):
+        vllm_speculation.spread_on_cpu()

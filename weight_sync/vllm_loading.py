@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from asyncrl.errors import WeightSyncError
 
@@ -35,9 +37,21 @@ def check_loaded(model: torch.nn.Module, loaded: Iterable[str] | None) -> None:
     """
     if loaded is None:
         return
-    untouched = {name for name, _ in model.named_parameters()} - set(loaded)
+    untouched = set(_loadable(model)) - set(loaded)
     if untouched:
         raise WeightSyncError(f"the load left {sorted(untouched)[0]} as it was")
+
+
+def _loadable(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the names of the parameters that a checkpoint's tensors are for.
+
+    A layer that quantises as it loads has more: what it makes of the tensors anew each time, such as their scales.
+    """
+    for path, _ in model.named_parameters():
+        prefix, _, name = path.rpartition(".")
+        forms, _ = get_layerwise_info(model.get_submodule(prefix)).restore_metadata
+        if name in forms or name in SKIP_TENSORS:
+            yield path
 
 
 def pack_tied(model: torch.nn.Module) -> None:

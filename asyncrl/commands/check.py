@@ -95,6 +95,8 @@ def process_plan(config: Config) -> dict[str, Any]:
     engines = ", ".join(config.engine.urls) or f"{count} vLLM server{'s' * (count > 1)}, started here"
     if config.roles.engines:
         engines = "vLLM"
+    if config.engine.num_ranks > 1 and not config.engine.urls:
+        engines += f", each of {config.engine.num_ranks} ranks"
     if not config.samples:
         engines = "none: nothing is sampled"
     plan: dict[str, Any] = {
@@ -114,7 +116,25 @@ def process_plan(config: Config) -> dict[str, Any]:
             plan[where] += f"; on {number} other host{'s' * (number > 1)}"
     if hosts := config.roles.sandboxes or config.roles.environments:
         plan["sandboxes"] += f", of {hosts} other host{'s' * (hosts > 1)}"
+    if config.engine.quantisation and config.samples:
+        plan["engine mismatch"] = _mismatch(config)
     return plan
+
+
+def _mismatch(config: Config) -> str:
+    """Return in words what engines that quantise do to training, and what the run's loss does about it."""
+    loss = config.learner.resolved_loss
+    if loss.correction != "none":
+        then = f"the correction of loss {loss.name} weighs tokens by it"
+    elif loss.objective == "policy" and loss.ratio != "none":
+        then = f"it is part of the ratio of loss {loss.name}, and clipped with what training moves"
+    else:
+        then = f"loss {loss.name} does not correct it"
+    return (
+        f"engines quantise ({config.engine.quantisation}), so they sample from another distribution than is trained: "
+        f"asyncrl_engine_mismatch_nats says how far off at staleness 0; {then} (decoupled_ppo, tis, mis and icepop are "
+        "made for it)"
+    )
 
 
 def _processes(ranks: int) -> str:

@@ -13,7 +13,9 @@ from enum import StrEnum
 from typing import Any
 
 from asyncrl.engine_door import TOKEN_VARIABLE, TokenDoor
+from asyncrl.engines.arguments import check_arguments, num_ranks, quantisation, speculates
 from asyncrl.errors import ConfigError
+from asyncrl.weight_sync import vllm_speculation
 from asyncrl.weight_sync.plugin import BACKEND
 from asyncrl.weight_sync.vllm_labels import SWITCH
 
@@ -32,26 +34,6 @@ class KVOnSync(StrEnum):
 LOOPBACK = "127.0.0.1"
 
 _DTYPES = ("bfloat16", "float16", "float32", "auto")
-
-_OURS = {
-    "model": "the model of the run",
-    "port": "[engine] port",
-    "host": "fixed: the server's developer routes leave this machine behind a token only",
-    "middleware": "fixed: it guards the routes of a server that other machines can reach",
-    "max_model_len": "[engine] max_model_len",
-    "max_num_seqs": "[engine] max_num_seqs",
-    "dtype": "[engine] dtype",
-    "enforce_eager": "[engine] enforce_eager",
-    "kv_cache_memory_bytes": "[engine] kv_cache_gib",
-    "seed": "[run] seed",
-    "logprobs_mode": "fixed: ratios need the log-probs of the distribution that was sampled from",
-    "weight_transfer_config": "fixed: weights arrive through asyncrl.weight_sync",
-    "worker_extension_cls": "fixed: weights are verified through it",
-    "enable_scale_out": "fixed: tokens go in and come out as ids",
-    "generation_config": "fixed: the model's own file must not change how is sampled",
-    "stream_interval": "[engine] stream_interval",
-    "speculative_config": "not supported: the draft model would stay at the first version",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +83,8 @@ class EngineSettings:
     count: int = 1
     """Servers that are started here."""
     devices: tuple[str, ...] = ()
-    """CUDA_VISIBLE_DEVICES of each server that is started here, as in ("0", "1"); empty leaves it as it is."""
+    """CUDA_VISIBLE_DEVICES of each server that is started here, as in ("0", "1"), or ("0,1", "2,3") where each has two
+    ranks; empty leaves it as it is."""
     port: int = 0
     """Of the first server that is started, the others have those after it; 0 takes free ones."""
     restarts: int = 3
@@ -119,7 +102,7 @@ class EngineSettings:
     enforce_eager: bool = True
     """False compiles the model first: minutes at the start, faster after it. Worth it on a GPU."""
     threads: int = 0
-    """OpenMP threads of each CPU engine; 0 shares out every core that this process may run on."""
+    """OpenMP threads of each process of a CPU engine; 0 shares out every core that this process may run on."""
     niceness: int = 0
     """Added to the server's niceness by whoever starts it: > 0 lets the learner go first on shared cores."""
     stream_interval: int = 16
@@ -135,7 +118,7 @@ class EngineSettings:
     sync_timeout_s: float = 60.0
     """Of each phase of a weight sync."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's own arguments, named as vLLM names them with underscores: {"tensor_parallel_size": 2}."""
+    """vLLM's own arguments, named as vLLM names them with underscores: {"tensor_parallel_size": 2}. See ENGINES.md."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -166,9 +149,23 @@ class EngineSettings:
                 raise ConfigError(f"{name} must be > 0 seconds, got {getattr(self, name)} ([engine])")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r} ([engine])")
-        for name in self.extra:
-            if name.replace("-", "_") in _OURS:
-                raise ConfigError(f"extra may not set {name} ([engine]); {_OURS[name.replace('-', '_')]}")
+        check_arguments(self.extra)
+        for entry in self.devices:
+            if len(entry.split(",")) < self.num_ranks:
+                raise ConfigError(
+                    f"devices must name {self.num_ranks} for each server, as its parallel sizes in extra do, got "
+                    f'{entry!r} ([engine]); as in devices = ["0,1", "2,3"]'
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, or devices, that hold one server's model between them."""
+        return num_ranks(self.extra)
+
+    @property
+    def quantisation(self) -> str:
+        """In words what the servers quantise, and "" for nothing."""
+        return quantisation(self.extra)
 
     @property
     def ports(self) -> Sequence[int]:
@@ -218,6 +215,7 @@ def command(
         argv += ["--middleware", f"{TokenDoor.__module__}.{TokenDoor.__qualname__}"]
     for name, value in settings.extra.items():
         argv += _argument(name, value)
+    num_processes = settings.count * settings.num_ranks
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # turns the routes for pausing and for weights on
         SWITCH: "1",  # what a server has streamed when it dies is then known to the token, and goes on elsewhere
@@ -227,7 +225,7 @@ def command(
         # "auto" keeps a core free for the scheduler, which on two cores is half the machine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # without it vLLM serves with one thread
-        "OMP_NUM_THREADS": str(settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.count)),
+        "OMP_NUM_THREADS": str(settings.threads or max(1, len(os.sched_getaffinity(0)) // num_processes)),
         # threads that spin at a barrier starve the learner, and are starved by it: on two cores with other work beside,
         # 135 tokens/s where they sleep and 19 where they spin (SmolLM2-135M, 32 requests)
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -235,6 +233,8 @@ def command(
         # no shared-memory files that a kill would leave behind. Tensor-parallel engines have workers all the same
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    if speculates(settings.extra):
+        environment[vllm_speculation.SWITCH] = "1"
     if token:
         environment[TOKEN_VARIABLE] = token
     if settings.devices:
