@@ -380,6 +380,32 @@ def test_check_prints_the_plan_as_json(config: Path, capsys: pytest.CaptureFixtu
     assert report["plan"]["staleness"].startswith("at most 2 optimizer steps")
 
 
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("dapo", "part of the ratio of loss dapo, and clipped"),
+        ("tis", "the correction of loss tis weighs tokens by it"),
+        ("reinforce", "loss reinforce does not correct it"),
+    ],
+)
+def test_check_says_what_quantised_engines_do_to_training(
+    config: Path, capsys: pytest.CaptureFixture[str], loss: str, words: str
+) -> None:
+    settings = ["--set", "engine.extra.quantization=fp8", "--set", f"learner.loss={loss}"]
+    assert main(["check", str(config), *settings]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# engine mismatch"))
+    assert "weights fp8" in line
+    assert "asyncrl_engine_mismatch_nats" in line
+    assert words in line
+    assert main(["check", str(config)]) == 0
+    assert "# engine mismatch" not in capsys.readouterr().out
+
+
+def test_suffix_speculation_without_its_package_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", "engine.urls=[]", "--set", "engine.extra.speculative_config.method=suffix"]
+    assert "needs the package arctic-inference" in _refused(capsys, "check", str(config), *settings)
+
+
 def test_new_runs_take_the_next_number(config: Path, tmp_path: Path) -> None:
     settings = load_config(config)
     assert run_directory.choose(settings, resume=False, root=tmp_path).path == tmp_path / "run-1"
