@@ -68,7 +68,10 @@ def test_the_fake_environments() -> None:
         await check_environment(FakeEnvironment(rates, random.Random(0)), FakeEngine(rates, random.Random(1)))
         world = World(simulated, engines=1, engine_slots=8, seed=0, faults=())
         engines = SimulatedEngines(world)
-        await check_environment(SimulatedEnvironment(world, engines), engines)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.sharing.serve)
+            await check_environment(SimulatedEnvironment(world, engines), engines)
+            nursery.cancel_scope.cancel()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 

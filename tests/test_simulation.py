@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from asyncrl.buffers import BufferSettings
 from asyncrl.cli import main
@@ -25,6 +27,7 @@ from asyncrl.errors import (
 )
 from asyncrl.run_directory import RunDirectory
 from asyncrl.simulation import FAULTS, Fault, Forecast, SimulationRates, measured_rates, simulate
+from asyncrl.simulation.sharing import SharedEngines
 
 BUFFER = BufferSettings(max_off_policyness=2, groups_per_step=4, group_size=4)
 RATES = SimulationRates()
@@ -68,6 +71,39 @@ def test_where_nothing_varies_the_forecast_is_arithmetic() -> None:
     assert result.seconds == pytest.approx(20 * (rollout + step + 0.5))
     assert result.learner_idle_share == pytest.approx(rollout / (rollout + step + 0.5))
     assert result.tokens_per_second == pytest.approx(200 / (rollout + step + 0.5))
+
+
+def test_engines_that_have_no_idle_moment_sample_what_they_can() -> None:
+    """Whoever ends leaves its share to the others, however long those are."""
+    assert forecast(60, engine_tokens_per_second=200, completion_sigma=0.8, environment_s=0.1).engine_idle_share < 0.1
+
+
+def test_requests_share_the_engines() -> None:
+    """3 for 10, 20 and 30 tokens at 6 tokens a second together and at most 3 each; one of 20 tokens comes at 5 s."""
+    ended: dict[str, float] = {}
+
+    async def main() -> None:
+        engines = SharedEngines(lambda n: min(3.0, 6.0 / n))
+
+        def begin(name: str, tokens: int) -> int:
+            return engines.sample_nowait(tokens, lambda: ended.__setitem__(name, trio.current_time() - started))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engines.serve)
+            await trio.testing.wait_all_tasks_blocked()
+            started = trio.current_time()
+            for tokens in (10, 20, 30):
+                begin(str(tokens), tokens)
+            aborted = begin("aborted", 10**6)
+            engines.abort_nowait({aborted})
+            await trio.sleep(5)  # each has 10 tokens
+            begin("late", 20)
+            await trio.sleep(50)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    # from 5 s on three share 6 a second until 20 has its 10 more; then two are given 3 each
+    assert ended == pytest.approx({"10": 5.0, "20": 10.0, "30": 10 + 10 / 3, "late": 10 + 10 / 3})
 
 
 def test_stragglers_cost_the_synchronous_run_more() -> None:

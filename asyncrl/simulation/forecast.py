@@ -101,7 +101,10 @@ def simulate(
             stop=trio.Event(),
             rng=random.Random(seed),
         )
-        await run.train()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.sharing.serve)
+            await run.train()
+            nursery.cancel_scope.cancel()
         return run.seconds
 
     with tempfile.TemporaryDirectory(prefix="asyncrl-simulation-") as scratch:

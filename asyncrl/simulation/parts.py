@@ -1,8 +1,8 @@
 """Simulated engines, learner and environment that cost the simulating machine next to nothing.
 
-A group is one task that sleeps once, until its last episode would be done, so that thousands of episodes are under way
-at a time. Engines share their tokens per second among the episodes that were sampling when a group began: queueing is
-in the sum, not request by request. Spans and versions are real records that the real loop checks.
+A group is one task that waits for its last episode, so that thousands of episodes are under way at a time. Engines
+share their tokens per second among all that sample at the moment (`sharing`). Spans and versions are real records that
+the real loop checks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncrl.errors import CheckpointError, LearnerError, WeightSyncError
 from asyncrl.protocols import PLAIN_STEP, Sampler, StepOptions, StepResult, SyncReport, Watch
 from asyncrl.simulation.faults import Fault
 from asyncrl.simulation.rates import SimulationRates
+from asyncrl.simulation.sharing import SharedEngines
 from asyncrl.types import (
     Completion,
     FinishReason,
@@ -49,7 +51,7 @@ class World:
         self.random = random.Random(seed)
         self.engines = engines
         self.engine_slots = engine_slots
-        self.num_sampling = 0
+        self.sharing = SharedEngines(self._rate_of)
         self.tokens = 0
         self.learner_version: PolicyVersion = 0
         self._faults = faults
@@ -67,13 +69,13 @@ class World:
                 return True
         return False
 
-    def seconds_of(self, num_tokens: int) -> float:
-        """Return how long an episode's tokens take at the present load."""
-        capacity = self.engines * self.rates.engine_tokens_per_second
-        slots = self.engines * self.engine_slots
-        share = capacity / max(1, min(self.num_sampling, slots))
-        queueing = max(1.0, self.num_sampling / slots)
-        return num_tokens / min(self.rates.request_tokens_per_second, share) * queueing
+    def _rate_of(self, num_sampling: int) -> float:
+        """Return the tokens a second of each of so many requests: those beyond the places wait, so all get less."""
+        at_once = min(num_sampling, self.engines * self.engine_slots)
+        together = min(
+            self.engines * self.rates.engine_tokens_per_second, at_once * self.rates.request_tokens_per_second
+        )
+        return together / num_sampling
 
 
 class SimulatedEngines:
@@ -194,8 +196,37 @@ class SimulatedLearner:
         return {"model/version": path.stat().st_size}
 
 
+class _Episodes:
+    """The episodes of one group: each samples, and is outside of the engines after that."""
+
+    def __init__(self, engines: SharedEngines, lengths: Sequence[int], outside: Sequence[float]) -> None:
+        self.ends = [math.inf] * len(lengths)
+        """Of each, on trio's clock; not known while it samples."""
+        self._engines, self._outside = engines, outside
+        self._sampled = trio.Event()
+        self._sampling: dict[int, int] = {}  # of an episode, the number of its request
+        for index, length in enumerate(lengths):
+            self._sampling[index] = engines.sample_nowait(length, partial(self._end_sampling, index))
+
+    def _end_sampling(self, index: int) -> None:
+        self.ends[index] = trio.current_time() + self._outside[index]
+        del self._sampling[index]
+        if not self._sampling:
+            self._sampled.set()
+
+    async def wait_ended(self) -> None:
+        """Return once the last has ended."""
+        await self._sampled.wait()
+        await trio.sleep_until(max(self.ends))
+
+    def abort_nowait(self) -> None:
+        """End what still samples."""
+        if self._sampling:
+            self._engines.abort_nowait(set(self._sampling.values()))
+
+
 class SimulatedEnvironment:
-    """Episodes of lognormal length and duration whose rewards are coin flips."""
+    """Episodes that sample, and then are outside of the engines, for lognormal times; their rewards are coin flips."""
 
     name = "simulated"
 
@@ -225,31 +256,31 @@ class SimulatedEnvironment:
         group_size: int,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Sequence[Trajectory]:
-        """Sleep until the last episode would be done, and return them all; tell of those done when it is cut short."""
+        """Return all episodes once the last is done; tell of those done when it is cut short."""
         world, rates, chance = self._world, self._world.rates, self._world.random
         begun, started = self._engines.version, trio.current_time()
-        world.num_sampling += group_size
         lengths = [
             max(1, round(rates.completion_tokens * chance.lognormvariate(0.0, rates.completion_sigma)))
             for _ in range(group_size)
         ]
-        seconds = [world.seconds_of(length) + self._environment_seconds() for length in lengths]
+        outside = [self._environment_seconds() for _ in lengths]
         if world.happens("silent_worker"):
-            seconds[-1] = math.inf
+            outside[-1] = math.inf
+        episodes = _Episodes(world.sharing, lengths, outside)
 
         def ended() -> list[Trajectory]:
             dead, segment = world.lasts("engine_death"), self._segment(begun)
             return [
-                self._trajectory(task, f"{group_id}-{index}", segment, length, took, dead)
-                for index, (length, took) in enumerate(zip(lengths, seconds, strict=True))
-                if started + took <= trio.current_time()
+                self._trajectory(task, f"{group_id}-{index}", segment, length, end - started, dead)
+                for index, (length, end) in enumerate(zip(lengths, episodes.ends, strict=True))
+                if end <= trio.current_time()
             ]
 
         found: list[Trajectory] = []
         try:
-            await trio.sleep(max(seconds))
+            await episodes.wait_ended()
         finally:
-            world.num_sampling -= group_size
+            episodes.abort_nowait()
             found += ended()
             for trajectory in found:
                 if on_trajectory:
