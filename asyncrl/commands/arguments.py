@@ -16,9 +16,11 @@ from asyncrl.sandbox import SandboxSettings
 from asyncrl.simulation import Fault, Forecast, SimulationRates, measured_rates, simulate
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the configuration file and `--set`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG.toml", help="the configuration")
+def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the configuration file, which may be `optional`, and `--set`."""
+    parser.add_argument(
+        "config", type=Path, nargs="?" if optional else None, metavar="CONFIG.toml", help="the configuration"
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -5,9 +5,15 @@
   asyncrl simulate configs/gpu.toml --steps 1000 --rate environment_s=30 --rate sync_s=2
   asyncrl simulate configs/gpu.toml --steps 1000 --against buffer.max_off_policyness=0
   asyncrl simulate configs/gpu.toml --steps 50 --fault engine_death@20
+  asyncrl simulate --cluster configs/clusters/gpus-8.toml configs/clusters/gpus-256.toml
+  asyncrl simulate --cluster configs/clusters/gpus-8.toml --replay 200 --set buffer.max_off_policyness=3
 
 Only [buffer] and the number and slots of the engines are read from the configuration; how long things take comes from
 --from (a run that has been) and --rate. Time is simulated: hours pass in seconds, and nothing is started.
+
+With --cluster nothing is simulated: what the GPUs, sandboxes, bandwidths and failure rates of each file come to is
+computed, and printed side by side. asyncrl/simulation/CLUSTERS.md explains it; --replay N runs N steps of the real loop
+over simulated engines of the same rates beside it.
 """
 
 from __future__ import annotations
@@ -16,21 +22,28 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from asyncrl.commands.arguments import add_config_arguments, add_rate_arguments, forecast_of, rates_of
+from asyncrl.commands.simulate_cluster import settings_help, show_clusters
 from asyncrl.configs import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.simulation import FAULTS
 from asyncrl.simulation.faults import parse
 from asyncrl.simulation.forecast import as_table
 
-HELP = "simulate a configuration: throughput, staleness, idle shares"
+HELP = "simulate a configuration, or predict a cluster: throughput, staleness, idle shares"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    add_config_arguments(parser)
+    add_config_arguments(parser, optional=True)
+    parser.epilog = settings_help()
+    parser.add_argument(
+        "--cluster", type=Path, nargs="+", default=[], metavar="FILE", help="predict these clusters, side by side"
+    )
+    parser.add_argument("--replay", type=int, default=0, metavar="N", help="with --cluster: N steps of the real loop")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, durations and rewards (default: 0)")
     add_rate_arguments(parser)
@@ -53,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate; return the exit code."""
+    if arguments.cluster:
+        return _clusters(arguments)
+    if arguments.config is None:
+        raise ConfigError("give a configuration, or clusters (--cluster FILE)")
+    if arguments.replay:
+        raise ConfigError("--replay is for --cluster; --steps says how many steps of a configuration are simulated")
     if arguments.steps < 1:
         raise ConfigError(f"--steps must be >= 1, got {arguments.steps}")
     config = load_config(arguments.config, arguments.set)
@@ -72,6 +91,18 @@ def main(arguments: argparse.Namespace) -> int:
         ratio = forecasts["simulated"].steps_per_hour / forecasts["against"].steps_per_hour
         print(f"{arguments.config} takes {ratio:.2f} times the steps per hour of {', '.join(arguments.against)}")
     return 0
+
+
+def _clusters(arguments: argparse.Namespace) -> int:
+    for name in ("config", "run", "rate", "fault", "against"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--cluster takes files of its own: leave out {_WORDS.get(name, '--' + name)}")
+    if arguments.replay < 0:
+        raise ConfigError(f"--replay must be >= 0 steps, got {arguments.replay}")
+    return show_clusters(arguments.cluster, arguments.set, replay=arguments.replay, as_json=arguments.json)
+
+
+_WORDS = {"config": "the configuration", "run": "--from"}
 
 
 def _show(title: str, table: Mapping[str, Any]) -> None:
