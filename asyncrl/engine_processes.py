@@ -53,6 +53,9 @@ class NoEngines:
         """Raise EngineError: nobody may ask."""
         raise EngineError("this run was started without an engine, and something was sampled")
 
+    async def sleep(self) -> None:
+        """Do nothing: there is nobody to wake."""
+
     async def make_room(self) -> Collection[PolicyVersion]:
         """Return nothing: nobody reads."""
         return ()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trio
 
+from asyncrl.card_memory import check_card
 from asyncrl.configs import Config
 from asyncrl.demonstrations import Demonstrations, read_demonstrations
 from asyncrl.engines.arguments import guesses_from_suffixes
@@ -42,6 +43,7 @@ def preflight(config: Config) -> None:
             check_model(settings.path, f"[{section}]")
             check_same_vocabulary(config.model.path, settings.path, f"[{section}]")
     check_engine(config)
+    check_card(config)
     _check_port(config.gateway.host, config.gateway.port, "[gateway]")
     _check_shared_memory(config)
     _check_roles(config.roles)

@@ -22,6 +22,7 @@ import trio
 from asyncrl import wire
 from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child
+from asyncrl.colocation import SharedCard
 from asyncrl.configs import Config, to_table
 from asyncrl.curriculum import with_curriculum
 from asyncrl.engine_processes import NoEngines, engine_clients, engine_starts, make_pool, model_to_serve
@@ -183,13 +184,18 @@ async def open_parts(
         stack.push_async_callback(pool.aclose)
         learner = await _start_learner(config, directory, job, stack, children, say, roles)
         async with _watched(children), trio.open_nursery() as services:
+            if config.engine.colocated:  # it must be off the card before an engine measures what is free
+                await learner.wait_ready(version)
+                _check_card(learner.computes_on)
             async with trio.open_nursery() as starting:
                 starts = engine_starts(config, directory, model, served)
                 starting.start_soon(services.start, partial(pool.serve, starts, say=say))
-                starting.start_soon(learner.wait_ready, version)
+                if not config.engine.colocated:
+                    starting.start_soon(learner.wait_ready, version)
+            card = SharedCard(learner, pool) if config.engine.colocated else None
             say(f"the learner computes on {learner.computes_on}")
             if config.samples and (config.engines_elsewhere or served != version):  # they hold something else
-                await pool.pull_all(await learner.publish())
+                await (card or pool).pull_all(await (card or learner).publish())
             if canary is not None and isinstance(pool, EnginePool):
                 await pool.learn_canary(canary, learner.canary_logprobs)
             if engines and roles and isinstance(pool, EnginePool):
@@ -206,13 +212,21 @@ async def open_parts(
             yield Parts(
                 environment=environment,
                 sampler=pool,
-                learner=learner,
-                engines=pool,
+                learner=card or learner,
+                engines=card or pool,
                 queues=queues,
                 quarantines=pool.count_quarantines,
             )
             services.cancel_scope.cancel()
         await learner.shut_down()
+
+
+def _check_card(computes_on: str) -> None:
+    """Raise ConfigError unless the learner computes on a GPU, which engines can have meanwhile."""
+    if not computes_on.startswith("cuda"):
+        raise ConfigError(
+            f"colocated = true ([engine]) shares a GPU, and the learner computes on {computes_on}: set it to false"
+        )
 
 
 @asynccontextmanager
@@ -326,6 +340,7 @@ def _learner_job(config: Config, checkpoint: Checkpoint | None, run_id: str, can
         "seed": config.run.seed,
         "temperature": config.sampling.temperature,
         "max_off_policyness": config.buffer.max_off_policyness,
+        "colocated": config.engine.colocated,
         "canary": list(canary.token_ids) if canary else [],
         "weight_sync": weight_sync,
         "learner": to_table(config.learner),

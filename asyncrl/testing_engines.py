@@ -62,6 +62,8 @@ class FakeServer:
         """Whether a version's file is still there."""
         self.mismatches: Callable[[WeightManifest], str] = lambda manifest: ""
         """The tensor of a version that is another than was published, if any: it then serves what it held."""
+        self.sleeps = False
+        """Since it was told to, and until it has pulled."""
         self.canary: Sequence[float] = ()
         """What it makes of the canary's text."""
         self.cache_use = 0.0
@@ -236,10 +238,17 @@ class FakeServer:
             part = part.ended()
         draft.take(part, self.name)
 
+    async def sleep(self) -> None:
+        """See `engines.Engine`."""
+        async with self._pulling:
+            await self._pass(self.pull_s)
+            self._open, self.sleeps = trio.Event(), True
+
     async def pull(self, manifest: WeightManifest) -> SyncReport:
         """See `engines.Engine`."""
         async with self._pulling:
-            self._open = trio.Event()
+            if not self.sleeps:
+                self._open = trio.Event()
             try:
                 with trio.move_on_after(_PHASE_S) as patience:
                     await self._pass(self.pull_s)
@@ -259,6 +268,7 @@ class FakeServer:
                 self.withdraw(self._broken)
                 raise WeightSyncError(f"{self.name}, pause of version {manifest.version}: {error}") from error
             finally:
+                self.sleeps = False
                 self._open.set()
         return SyncReport(
             engine=self.name,

@@ -141,6 +141,7 @@ class Config:
         self._check_guards()
         self._check_group_deadline()
         self._check_warm_start()
+        self._check_colocated()
         self._check_teacher()
         self._check_sandboxes()
         self._check_roles()
@@ -251,6 +252,19 @@ class Config:
             raise ConfigError("path must be given ([warm_start])")
         if not self.warm_start.enabled and not self.run.steps:
             raise ConfigError("steps must be >= 1, got 0 ([run]): only a run with a [warm_start] may take none")
+
+    def _check_colocated(self) -> None:
+        if not self.engine.colocated:
+            return
+        apart = {
+            f"ranks = {self.learner.ranks} ([learner])": self.learner.ranks > 1,
+            'device = "cpu" ([learner])': self.learner.device == "cpu",
+            f"engines = {self.roles.engines} ([roles])": bool(self.roles.engines),
+            "learner = true ([roles])": self.roles.learner,
+        }
+        for what, found in apart.items():
+            if found:
+                raise ConfigError(f"{what} does not go with colocated = true ([engine]): both share one GPU")
 
     def _check_teacher(self) -> None:
         teacher = self.learner.teacher

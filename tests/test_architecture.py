@@ -22,6 +22,7 @@ LAYERS = (
     (
         "asyncrl.preflight",
         "asyncrl.run_directory",
+        "asyncrl.card_memory",
         "asyncrl.processes",
         "asyncrl.engine_processes",
         "asyncrl.run_gateway",

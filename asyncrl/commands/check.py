@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncrl import run_directory
+from asyncrl.card_memory import card_shares
 from asyncrl.commands.arguments import add_config_arguments, add_rate_arguments, forecast_of, rates_of
 from asyncrl.configs import Config, dump_config, load_config, to_table
 from asyncrl.environments import resolve_options
@@ -99,11 +100,13 @@ def process_plan(config: Config) -> dict[str, Any]:
         engines += f", each of {config.engine.num_ranks} ranks"
     if not config.samples:
         engines = "none: nothing is sampled"
+    shares = card_shares(config)
     plan: dict[str, Any] = {
         "orchestrator": "this process",
         "learner": f"{_processes(learner.ranks)}, loss {learner.loss}, {learner.dtype}, critic {learner.critic.kind}"
         f"{_asked(config)}",
         "engines": engines,
+        **({} if shares is None else {"the GPU that they share": str(shares)}),
         "sandboxes": config.sandbox.backend,
         "environment": config.environment.name,
         "one step": f"{buffer.groups_per_step} groups of {buffer.group_size} trajectories",

@@ -16,6 +16,7 @@ _OURS = {
     "max_num_seqs": "[engine] max_num_seqs",
     "dtype": "[engine] dtype",
     "enforce_eager": "[engine] enforce_eager",
+    "enable_sleep_mode": "[engine] colocated",
     "kv_cache_memory_bytes": "[engine] kv_cache_gib",
     "seed": "[run] seed",
     "logprobs_mode": "fixed: ratios need the log-probs of the distribution that was sampled from",

@@ -118,6 +118,10 @@ class Engine(Protocol):
         """Tell whether the server answers, and holds what it is believed to hold. Bounded in time."""
         ...
 
+    async def sleep(self) -> None:
+        """Have the server give up its GPU memory and keep its requests; the next pull wakes it. Raises: EngineError."""
+        ...
+
     async def pull(self, manifest: WeightManifest) -> SyncReport:
         """Bring the server to the manifest's version, in the middle of its requests.
 

@@ -257,6 +257,18 @@ class EnginePool:
                 nursery.start_soon(measure, member)
         canary.learn(distances)
 
+    async def sleep(self) -> None:
+        """Put all engines in service to sleep; `pull_all` wakes them. Raises: EngineError (in an exception group)."""
+
+        async def sleep(member: Member) -> None:
+            async with member.changing:
+                if member.health in _ASKED:
+                    await member.engine.sleep()
+
+        async with trio.open_nursery() as nursery:
+            for member in self._roster.members:
+                nursery.start_soon(sleep, member)
+
     async def make_room(self) -> Collection[PolicyVersion]:
         """See `protocols.WeightPuller`. It takes too long after `outage_timeout_s`."""
         self._roster.hold_back()

@@ -112,11 +112,18 @@ class EngineSettings:
     staged_sync: bool = True
     """Load new weights beside those that run, and exchange the two at once: generation stands still for milliseconds,
     and the engine holds its weights twice. On a CPU with `enforce_eager` only; others load in place, while paused."""
+    colocated: bool = False
+    """Learner and servers take turns on one GPU: the servers sleep while the learner computes, and its state lies in
+    host memory while they generate. Needs kv_on_sync = "recompute" or "finish", and room in host memory for both. A
+    server that dies then ends the run, whatever `restarts` says: a new one would start in the learner's memory."""
+    card_gib: float = 0.0
+    """Memory of the GPU that the servers share with the learner, for the check that both fit on it; 0 asks nvidia-smi,
+    and where there is none nothing is checked."""
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
-    """From a request's start in the engine to its last token."""
+    """From a request's start in the engine to its last token, the engine's sleep left out."""
     sync_timeout_s: float = 60.0
-    """Of each phase of a weight sync."""
+    """Of each phase of a weight sync, and of going to sleep."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments, named as vLLM names them with underscores: {"tensor_parallel_size": 2}. See ENGINES.md."""
 
@@ -142,6 +149,7 @@ class EngineSettings:
         _in_range("max_model_len", self.max_model_len, 16, 2**24)
         _in_range("max_num_seqs", self.max_num_seqs, 1, 2**16)
         _in_range("kv_cache_gib", self.kv_cache_gib, 0, 2**16)
+        _in_range("card_gib", self.card_gib, 0, 2**16)
         _in_range("threads", self.threads, 0, 1024)
         _in_range("niceness", self.niceness, 0, 19)
         for name in ("start_timeout_s", "request_timeout_s", "sync_timeout_s", "outage_timeout_s"):
@@ -149,6 +157,13 @@ class EngineSettings:
                 raise ConfigError(f"{name} must be > 0 seconds, got {getattr(self, name)} ([engine])")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r} ([engine])")
+        if self.colocated and self.urls:
+            raise ConfigError("colocated = true is for servers that the run starts: leave urls empty ([engine])")
+        if self.colocated and self.kv_on_sync is KVOnSync.KEEP:
+            raise ConfigError(
+                'kv_on_sync must be "recompute" or "finish" with colocated = true, got "keep": a server that sleeps '
+                "throws its keys and values away ([engine])"
+            )
         check_arguments(self.extra)
         for entry in self.devices:
             if len(entry.split(",")) < self.num_ranks:
@@ -166,6 +181,11 @@ class EngineSettings:
     def quantisation(self) -> str:
         """In words what the servers quantise, and "" for nothing."""
         return quantisation(self.extra)
+
+    @property
+    def allowed_restarts(self) -> int:
+        """How often a server may be started again."""
+        return 0 if self.colocated else self.restarts
 
     @property
     def ports(self) -> Sequence[int]:
@@ -211,6 +231,8 @@ def command(
     argv += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     argv += ["--worker-extension-cls", "asyncrl.weight_sync.vllm_engine.WorkerReport"]
     argv += ["--disable-uvicorn-access-log"]
+    if settings.colocated:
+        argv += ["--enable-sleep-mode"]
     if token:
         argv += ["--middleware", f"{TokenDoor.__module__}.{TokenDoor.__qualname__}"]
     for name, value in settings.extra.items():

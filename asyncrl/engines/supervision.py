@@ -61,7 +61,7 @@ class Supervisor:
                 end = await self._attend(member, server)
             if not member.has_served:
                 raise EngineError(end)  # whatever ended it would end it again
-            if member.restarts == self._settings.restarts:
+            if member.restarts == self._settings.allowed_restarts:
                 used_up = f"\nit was started again {member.restarts} times ([engine] restarts)"
                 raise EngineError(end + used_up * bool(member.restarts))
             member.restarts += 1

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import trio
 
 from asyncrl.engines.control import PROGRESS, REPORT, ControlRoutes
+from asyncrl.engines.nap import Nap
 from asyncrl.engines.settings import EngineSettings, KVOnSync
 from asyncrl.errors import WeightMismatch, WeightSyncError
 from asyncrl.protocols import SyncReport
@@ -30,6 +31,15 @@ class SyncedServer(Protocol):
     @property
     def is_sampling(self) -> bool:
         """Whether requests run, as far as is known here."""
+        ...
+
+    @property
+    def nap(self) -> Nap | None:
+        """Its sleep, where it sleeps: it wakes with the new weights."""
+        ...
+
+    def end_nap(self) -> None:
+        """Note that it is awake."""
         ...
 
     def hold_requests(self) -> None:
@@ -58,19 +68,38 @@ class Sync:
     async def run(self) -> None:
         """Go through the phases. Raises: WeightSyncError naming engine, phase and how much had been loaded."""
         engine, version = self._engine, str(self.manifest.version)
+        if engine.nap is not None:
+            await self._phase("wake", "/wake_up", params={"tags": "weights"})  # it stays paused
         await self._phase("start", "/start_weight_update")
         await self._send()
-        mode = "wait" if engine.settings.kv_on_sync is KVOnSync.FINISH else "keep"
-        engine.hold_requests()
-        await self._phase("pause", "/pause", params={"mode": mode, "clear_cache": "false"})
-        paused = trio.current_time()
+        paused = await self._pause()
         await self._phase("finish", "/finish_weight_update", {"weight_version": version})
         self._check(await self._phase("report", "/collective_rpc", REPORT))
-        if engine.settings.kv_on_sync is KVOnSync.RECOMPUTE:
+        if engine.settings.kv_on_sync is KVOnSync.RECOMPUTE and engine.nap is None:
             await self._phase("recompute", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         engine.withdraw_unbegun()
-        await self._phase("resume", "/resume")
+        await self._resume()
         self._stall_s = trio.current_time() - paused
+
+    async def _pause(self) -> float:
+        """Let no token be produced; return since when none is."""
+        if self._engine.nap is not None:
+            return self._engine.nap.since
+        mode = "wait" if self._engine.settings.kv_on_sync is KVOnSync.FINISH else "keep"
+        self._engine.hold_requests()
+        await self._phase("pause", "/pause", params={"mode": mode, "clear_cache": "false"})
+        return trio.current_time()
+
+    async def _resume(self) -> None:
+        if self._engine.nap is None:
+            await self._phase("resume", "/resume")
+            return
+        status = (await self._phase("wake", "/wake_up", params={"tags": "kv_cache"})).get("status")
+        if status != "awake":
+            raise WeightSyncError(
+                f"{self._engine.name}, wake of version {self.manifest.version}: it says that it is {status!r}"
+            )
+        self._engine.end_nap()
 
     async def _send(self) -> None:
         """Have the version verified and loaded beside the running weights while tokens come.

@@ -37,6 +37,7 @@ from asyncrl.engines.connections import ConnectionFault, Connections
 from asyncrl.engines.control import REPORT, ControlRoutes, held_versions
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
+from asyncrl.engines.nap import Napping
 from asyncrl.engines.pace import Pace
 from asyncrl.engines.requests import Probation, Request, sampling_params
 from asyncrl.engines.settings import EngineSettings, SamplingSettings
@@ -53,7 +54,7 @@ _RECOVERY_S = 10.0  # bounds what is done for an engine after a failed or cancel
 _REFUSED = (400, 413, 422)  # what vLLM answers to a request that it will never run; all else may be the server's fault
 
 
-class VLLMEngine:
+class VLLMEngine(Napping):
     """A client of one server. Many tasks may sample at once; one at a time may pull.
 
     Example:
@@ -462,7 +463,9 @@ class VLLMEngine:
             with trio.move_on_after(grace_s, shield=True):
                 await self.control.abandon_update()
                 held = held_versions(await self.control.reports())
-                if held == {self.version} and await self.control.answers("/resume"):
+                go_on = "/resume" if self.nap is None else "/wake_up"
+                if held == {self.version} and await self.control.answers(go_on):
+                    self.end_nap()
                     raise
             held_now = ", ".join(map(str, held)) or "no one knows what"
             self._broken = f"after a failed sync to version {sync.manifest.version} ({error}) it holds {held_now}"
@@ -494,4 +497,4 @@ class VLLMEngine:
     @property
     def is_sampling(self) -> bool:
         """Whether requests run."""
-        return bool(self._sent)
+        return bool(self._sent) and self.nap is None

@@ -222,6 +222,10 @@ class Critic(abc.ABC):
             records = reduce([records, self._update_again(batch)])
         return {**metrics, **finalise(records)}
 
+    def modules(self) -> list[torch.nn.Module]:
+        """Return what the critic computes with besides the policy."""
+        return []
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint must hold of the critic's own weights and moments."""
         return {} if self.optimizer is None else self.optimizer.state()

@@ -43,6 +43,10 @@ class ModelCritic(Critic):
         parameters |= dict(self._head.named_parameters(prefix="head"))
         self.optimizer = Optimizer(parameters, _own(settings), ranks=ranks)
 
+    def modules(self) -> list[torch.nn.Module]:
+        """See `Critic.modules`."""
+        return [self._model.model, self._head]
+
     @property
     def _body(self) -> PolicyModel:
         return self._model
@@ -81,6 +85,10 @@ class HeadCritic(Critic):
         self._policy = policy
         self._head = _value_head(policy, device)
         self.optimizer = Optimizer(dict(self._head.named_parameters(prefix="head")), _own(settings), ranks=ranks)
+
+    def modules(self) -> list[torch.nn.Module]:
+        """See `Critic.modules`."""
+        return [self._head]
 
     @property
     def _body(self) -> PolicyModel:

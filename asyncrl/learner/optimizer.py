@@ -10,7 +10,7 @@ that every rank holds whole (a value head) are stepped alike on each, on gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,12 @@ class Optimizer:
         warmup = self._settings.warmup_steps
         share = 1.0 if warmup == 0 else min(1.0, (self.updates - self.warm_updates + 1) / warmup)
         return self._settings.learning_rate * share * scale
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield masters and moments, the tensors themselves."""
+        for master in self.masters.values():
+            yield master
+            yield from self._adam.state.get(master, {}).values()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the summed gradients by name; `step` and `discard` empty them."""

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from asyncrl.learner.attention_kinds import choose
 from asyncrl.learner.canary import canary_logprobs
 from asyncrl.learner.critic_kinds import open_critic
 from asyncrl.learner.model import PolicyModel, load_model
+from asyncrl.learner.offload import Offload
 from asyncrl.learner.optimizer import Optimizer
 from asyncrl.learner.ranks import ALONE, Place, Ranks
 from asyncrl.learner.settings import LearnerJob, LearnerSettings, check_ranks, parse_job, read_settings
@@ -93,10 +94,11 @@ class Learner:
         self._supervised = SupervisedStepper(self._model, self._optimizer, settings, ranks=ranks)
         self._publisher = _publisher(job, self._cast_to) if ranks.is_first else None
         self._device = device
+        self._offload = Offload(self._state_tensors, self._gradient_sums, device) if job.colocated else None
 
     def hello(self) -> wire.Hello:
-        """Return the first message of a learner that is ready."""
-        return wire.Hello(
+        """Return the first message of a learner that is ready, and off the card where it is colocated."""
+        hello = wire.Hello(
             version=self._stepper.version,
             num_parameters=self._model.num_parameters,
             vocab_size=self._model.vocab_size,
@@ -104,9 +106,14 @@ class Learner:
             device=str(self._device),
             canary_logprobs=self._canary_logprobs(),
         )
+        if self._offload is not None:
+            self._offload.leave()
+        return hello
 
     def answer(self, request: Any) -> wire.Message | None:
         """Carry out one request, as all ranks do, and return its reply, or None on a rank that has none to give."""
+        if self._offload is not None and not isinstance(request, (wire.SaveRequest, wire.ShutdownRequest)):
+            self._offload.come_back()
         match request:
             case wire.StepRequest():
                 return wire.StepReply(result=self._stepper.step(request.groups, request.options))
@@ -138,6 +145,8 @@ class Learner:
                 self._weights(), self._stepper.version, keep=keep, adapter_scale=self._model.adapter_scale
             )
         canary_logprobs = self._canary_logprobs()
+        if self._offload is not None:
+            self._offload.leave()
         return None if manifest is None else replace(manifest, canary_logprobs=canary_logprobs)
 
     def _supervised_step(self, request: wire.SupervisedStepRequest) -> StepResult:
@@ -146,6 +155,24 @@ class Learner:
         )
         self._stepper.version = result.version
         return result
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all that lies on the device between two steps but for the sums of gradients."""
+        critic = self._critic
+        for module in [self._model.model, *(critic.modules() if critic is not None else [])]:
+            yield from module.parameters()
+            yield from module.buffers()
+        yield from self._teachers.tensors()
+        for optimizer in self._optimizers():
+            yield from optimizer.state_tensors()
+
+    def _gradient_sums(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers():
+            yield from optimizer.gradients().values()
+
+    def _optimizers(self) -> list[Optimizer]:
+        own = self._critic.optimizer if self._critic is not None else None
+        return [self._optimizer] if own is None else [self._optimizer, own]
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return the tensors that engines load, in the dtype that the model computes with."""

@@ -5,7 +5,7 @@ Legend: `W` tokens of the rows that are asked about, `N` predictions, `C` hidden
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -104,6 +104,10 @@ class MovingAverage:
         for name, average in self._average.items():
             average.lerp_(self._masters[name], self._rate)
         self._copy()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the average's tensors themselves."""
+        yield from self._average.values()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the average by parameter name, sharded as the model is; nothing where it has not begun."""

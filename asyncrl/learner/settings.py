@@ -250,6 +250,9 @@ class LearnerJob:
     """That the tokens are sampled at; log-probs are taken after dividing the logits by it."""
     max_off_policyness: int = 0
     """Optimizer steps; checked again on every trained token."""
+    colocated: bool = False
+    """Whether engines have the learner's card between a publication and the next request: its state then lies in host
+    memory, from the start."""
     canary: tuple[int, ...] = ()
     """Token ids of the text whose log-probs go with every version; empty sends none."""
     weight_sync: WeightSyncSettings = field(default_factory=WeightSyncSettings)

@@ -10,7 +10,7 @@ own share: a replica's passes are made by all at once, so one that has no microb
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -89,6 +89,15 @@ class Teachers:
         """Say that a run of passes has ended: what a sharded replica gathered for them goes."""
         if isinstance(self.teacher, Replica):
             self.teacher.model.release()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what the models that are asked in this process hold, the policy's own among them where it is one."""
+        for asked in (self.teacher, self.reference):
+            if isinstance(asked, Replica):
+                yield from asked.model.model.parameters()
+                yield from asked.model.model.buffers()
+        if self._average is not None:
+            yield from self._average.tensors()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint must keep: nothing, unless the teacher is an average."""
