@@ -164,8 +164,8 @@ class RunsAlongside(Protocol):
 class FetchesItems(Protocol):
     """An environment whose tasks take time to come."""
 
-    async def wait_item(self) -> None:
-        """Return once `get_item` can answer with a task, or the end of them."""
+    async def wait_item(self, count: int = 1) -> None:
+        """Return once `get_item` can answer so many times, with a task or the end of them."""
         ...
 
 

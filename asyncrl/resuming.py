@@ -6,10 +6,12 @@ What becomes of the work that was under way is planned before (`asyncrl.resume_p
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from asyncrl.buffers import LOST, BufferSettings, Ledger, Stage
-from asyncrl.protocols import Environment, LearnsFromGroups
+from asyncrl.protocols import Environment, FetchesItems, LearnsFromGroups
 from asyncrl.resume_plan import Resumption
 from asyncrl.run_history import Admitted, Dropped, Finished, RunHistory, Sampled
 from asyncrl.run_journal import Draw, GroupDropped, Kind, Resumed, RunJournal
@@ -51,6 +53,19 @@ def go_on(
         next_group_id=plan.next_group_id + len(unrecorded),
         notes=[*_describe(plan, again), *plan.history.damage],
     )
+
+
+async def wait_drawn(plan: Resumption, environment: Environment, state: Mapping[str, Any]) -> None:
+    """Let an environment whose tasks take time to come fetch all that `go_on` draws again after a checkpoint's `state`.
+
+    Raises: EnvironmentFault where they do not come.
+    """
+    if not isinstance(environment, FetchesItems) or plan.is_new:
+        return
+    if state:
+        environment.restore(state["environment"])
+    draws = sum(isinstance(event, Admitted) and event.fresh for event in plan.history.events)
+    await environment.wait_item(draws + plan.history.num_lost)
 
 
 def _describe(plan: Resumption, again: Replayed) -> list[str]:

@@ -37,11 +37,12 @@ from asyncrl.types import Task
 class Counting(MultiTurnEnvironment):
     name = "counting"
     settings_type = RolloutSettings
+    epochs = 1
 
     def __init__(self, settings, *, renderer, sandboxes, seed=0):
         tasks = [Task(task_id=str(n), environment=self.name, data={"number": n}) for n in range(6)]
         super().__init__(
-            renderer=renderer, tasks=TaskSource(lambda epoch: tasks, seed=seed, epochs=1),
+            renderer=renderer, tasks=TaskSource(lambda epoch: tasks, seed=seed, epochs=self.epochs),
             held_out=[Task(task_id="held out", environment=self.name)], settings=settings,
         )
         self.observed = []
@@ -59,6 +60,10 @@ class Counting(MultiTurnEnvironment):
     def observe(self, task, trajectories):
         if task.task_id == "broken":
             raise ValueError("what is this?")
+
+
+class Endless(Counting):
+    epochs = 0
 """
 
 
@@ -178,6 +183,22 @@ def test_tasks_come_to_their_end_and_go_on_from_a_state(renderer: ChatRenderer, 
         assert [(await draw(environment)).task_id for _ in range(3)] == first
 
     with_service(renderer, body, tmp_path=tmp_path)
+
+
+def test_all_that_was_drawn_since_a_checkpoint_can_be_drawn_again_at_once(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """A resumed run tells its environment again what happened, and waits for nothing while it does."""
+
+    async def body(environment: ServedEnvironment, place: InMemory) -> None:
+        state = environment.state()
+        drawn = [(await draw(environment)).task_id for _ in range(30)]
+        environment.restore(state)
+        await environment.wait_item(30)
+        environment.restore(state)
+        assert [environment.get_item().task_id for _ in range(30)] == drawn
+
+    with_service(renderer, body, name="my_counting:Endless", tmp_path=tmp_path)
 
 
 def test_a_connection_that_breaks_costs_no_token_and_no_task(renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from asyncrl.processes import open_parts
 from asyncrl.progress import Progress
 from asyncrl.recording import RunRecorder
 from asyncrl.resume_plan import Resumption, plan_resumption
+from asyncrl.resuming import wait_drawn
 from asyncrl.run import Limits, Parts, Run
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_history import opened_journal
@@ -181,6 +182,7 @@ async def _train(
                     decode_all=partial(renderer.decode, keep_special=True),
                     timeline=timeline,
                 )
+                await wait_drawn(resumption, parts.environment, checkpoint.state if checkpoint else {})
                 run = Run(
                     timeline.watch(parts),
                     config.buffer,

@@ -80,10 +80,10 @@ class DelayedEnvironment:
         """Return the next task to train on. Raises StopIteration when the tasks are used up."""
         return self._environment.get_item()
 
-    async def wait_item(self) -> None:
-        """Wait for a task, where the environment's take time to come."""
+    async def wait_item(self, count: int = 1) -> None:
+        """Wait for tasks, where the environment's take time to come."""
         if isinstance(self._environment, FetchesItems):
-            await self._environment.wait_item()
+            await self._environment.wait_item(count)
 
     def observe(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
         """Pass on a finished group, where the environment learns from it."""

@@ -192,11 +192,11 @@ class MixedEnvironment:
                     await nursery.start(part.serve, directory)
             task_status.started()
 
-    async def wait_item(self) -> None:
-        """Wait for a task of every part whose tasks take time to come: any of them may be next."""
+    async def wait_item(self, count: int = 1) -> None:
+        """Wait for tasks of every part whose tasks take time to come: all may be of any of them."""
         for part in self.parts.values():
             if isinstance(part, FetchesItems):
-                await part.wait_item()
+                await part.wait_item(count)
 
     def observe(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
         """Learn from a finished group of a task whether its part still teaches."""

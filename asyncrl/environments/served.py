@@ -147,10 +147,11 @@ class ServedEnvironment:
 
     # --- what the run asks --------------------------------------------------------------------------------------
 
-    async def wait_item(self) -> None:
+    async def wait_item(self, count: int = 1) -> None:
         """See `protocols.FetchesItems`. Raises: EnvironmentFault where the service is gone for too long."""
         with trio.move_on_after(self._settings.connect_s):
-            while not self._items.ready:
+            while not self._items.has(count):
+                self._items.want(count)  # again over a connection that is new
                 await self._changed.park()
             return
         raise EnvironmentFault(

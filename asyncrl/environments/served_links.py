@@ -252,15 +252,20 @@ class Items:
         self.state: Any = None
         """The environment's after the last task that was taken."""
         self._ready: deque[messages.Item] = deque()
+        self._num_asked = 0
+        self._is_untouched = False
         self._connection: Connection | None = None
         self._generation = 0
         self._ended = False
         self._restored = False
 
-    @property
-    def ready(self) -> bool:
-        """Whether `take` can answer."""
-        return bool(self._ready) or self._ended
+    def has(self, count: int) -> bool:
+        """Tell whether `take` can answer so many times."""
+        return len(self._ready) >= count or self._ended
+
+    def want(self, count: int) -> None:
+        """Draw as many ahead, where that is more than usual."""
+        self._ask(count - len(self._ready) - self._num_asked)
 
     def take(self) -> Task:
         """Return the next task, once `ready`. Raises: StopIteration after the last one."""
@@ -268,13 +273,15 @@ class Items:
             assert self._ended, "nobody waited for a task"
             raise StopIteration
         item = self._ready.popleft()
-        self.state = item.state
-        self._ask(1)
+        self.state, self._is_untouched = item.state, False
+        self.want(_ITEMS_AHEAD)
         return item.task
 
     def restore(self, state: Any) -> None:
-        """Go on after the task that was last taken before `state`."""
-        self.state, self._restored = state, True
+        """Go on after the task that was last taken before `state`; to do so twice draws nothing anew."""
+        if self._is_untouched and state == self.state:
+            return
+        self.state, self._restored, self._is_untouched = state, True, True
         self._ready.clear()
         self._begin(state)
 
@@ -290,6 +297,7 @@ class Items:
     def _begin(self, state: Any) -> None:
         self._generation += 1
         self._ended = False
+        self._num_asked = 0
         if self._connection is not None:
             self._connection.post(messages.Restore(generation=self._generation, state=state))
             self._ask(_ITEMS_AHEAD - len(self._ready))
@@ -297,11 +305,13 @@ class Items:
     def _ask(self, count: int) -> None:
         if self._connection is not None and not self._ended:
             for _ in range(count):
+                self._num_asked += 1
                 self._connection.post(messages.NextItem(generation=self._generation))
 
     def _note(self, item: messages.Item | messages.ItemsEnded, on_ready: Callable[[], object]) -> None:
         if item.generation != self._generation:
             return
+        self._num_asked -= 1
         if isinstance(item, messages.Item):
             self._ready.append(item)
         else:
