@@ -86,10 +86,23 @@ class _Played:
         return self._guest.channel()
 
 
+class _GuestsEnvironment(ServedEnvironment):
+    """Has the environment's own state, so that a run may go on with it here or elsewhere."""
+
+    def state(self) -> Mapping[str, Any]:
+        """See `protocols.Environment`."""
+        state: Mapping[str, Any] = super().state()["state"]
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `protocols.Environment`."""
+        super().restore({"state": state})
+
+
 def guests_environment(config: Config, roles: Rendezvous, renderer: ChatRenderer) -> ServedEnvironment:
     """Return the environment that guests play."""
     away_s = 2 * config.roles.lost_s  # one that is lost for good is told from one that comes back
-    return ServedEnvironment(
+    return _GuestsEnvironment(
         ServedSettings(
             environment=config.environment.name, options=config.environment.options, connect_s=max(60.0, away_s)
         ),

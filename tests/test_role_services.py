@@ -23,6 +23,7 @@ from asyncrl.errors import LearnerError
 from asyncrl.processes import LearnerProcess
 from asyncrl.protocols import Outcome
 from asyncrl.role_services import EngineRole, EnvironmentRole, LearnerRole, SandboxRole
+from asyncrl.roles import Guest
 from asyncrl.run_directory import RunDirectory
 from asyncrl.run_roles import guests_environment, guests_sandboxes, role_jobs
 from asyncrl.tokens import ChatRenderer
@@ -106,6 +107,66 @@ def _learners(settings_path: Path) -> list[int]:
         if str(settings_path).encode() in words and not any(word.endswith(b"keeper.py") for word in words):
             found.append(int(entry.name))
     return found
+
+
+# --- engine -----------------------------------------------------------------------------------------------------------
+
+_SERVER = """
+import argparse, os, socket
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int)
+parser.add_argument("--seed")
+known, _ = parser.parse_known_args()
+listener = socket.create_server(("127.0.0.1", known.port))
+while True:
+    connection, _ = listener.accept()
+    if connection.recv(100) == b"die":
+        print("it was told to die", flush=True)
+        os._exit(3)
+    connection.sendall(known.seed.encode())
+    connection.close()
+"""
+"""Stands for vLLM: tells its seed, or dies."""
+
+
+def test_a_server_elsewhere_that_dies_is_started_again_as_often_as_the_settings_say(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "servers" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(_SERVER)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "servers"))
+    job = dict(jobs_of(config_of(tmp_path, model, engines=1))["engine"])
+    job["engine"] = {**job["engine"], "restarts": 1}
+
+    async def ask(guest: Guest, words: bytes) -> bytes:
+        while True:  # the server is being started, of which nothing tells
+            async with await trio.open_tcp_stream("127.0.0.1", guest.port) as stream:
+                try:
+                    await stream.send_all(words)
+                    if heard := await stream.receive_some():
+                        return bytes(heard)
+                except trio.BrokenResourceError:
+                    pass
+            await trio.sleep(0.02)
+
+    async def main(rig: Rig) -> None:
+        rig.come(EngineRole(tmp_path / "logs"))
+        guest = await rig.guest()
+        first = await ask(guest, b"seed")
+        async with await trio.open_tcp_stream("127.0.0.1", guest.port) as stream:
+            await stream.send_all(b"die")
+            await rig.wait_said("starting it again, 1 of 1 times")
+        assert any("it was told to die" in line for line in rig.said), "its last lines are not shown"
+        assert await ask(guest, b"seed") != first, "the same seed samples the same"
+        async with await trio.open_tcp_stream("127.0.0.1", guest.port) as stream:
+            await stream.send_all(b"die")
+            assert "it was started again 1 times ([engine] restarts)" in await rig.wait_ended("e0")
+        await rig.wait_said("engine e0 leaves: engine 0 exited with code 3")
+
+    run(main, jobs={"engine": job})
 
 
 # --- sandboxes and environments ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from asyncrl.roles.clocks import now_s
 from asyncrl.roles.pipes import GONE, Conversation, endure, join
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0  # between attempts; nothing tells when one would succeed
+_CONNECT_S = 5.0  # the kernel asks a silent host ever more seldom; a new attempt finds one that is back sooner
 _DIAL_S = 30.0  # for a connection, its handshake and the answer to the hello
 _ENDURE_S = 60.0  # until the welcome says what this run's limit is
 
@@ -72,7 +73,11 @@ class Door:
 
     async def dial(self, seconds: float) -> trio.abc.Stream:
         """Return a connection that is broken after so many seconds of silence. Raises: OSError, ConfigError."""
-        plain = await trio.open_tcp_stream(self.host, self.port)
+        plain = None
+        with trio.move_on_after(_CONNECT_S):
+            plain = await trio.open_tcp_stream(self.host, self.port)
+        if plain is None:
+            raise TimeoutError(f"no connection in {_CONNECT_S:g} s")
         endure(plain, seconds)
         if self.tls is None:
             return plain
