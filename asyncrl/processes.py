@@ -60,6 +60,7 @@ class LearnerProcess:
     ) -> None:
         """`child` is the process at the other end; where somebody else started it, None, and `place` says who."""
         self._stream = stream
+        self._reader = wire.Reader(stream)
         self._child = child
         self._place = place
         self._publish_timeout_s = publish_timeout_s
@@ -137,7 +138,7 @@ class LearnerProcess:
 
     async def _receive(self, kind: type[wire.Message]) -> Any:
         try:
-            reply = await wire.receive_async(self._stream, wire.Reply)
+            reply = await self._reader.receive(wire.Reply)
         except (trio.BrokenResourceError, trio.ClosedResourceError, EOFError):
             reply = None
         if reply is None:

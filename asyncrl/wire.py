@@ -6,6 +6,7 @@ records on disk. msgspec encodes and validates; pickle was rejected because a fr
 
 from __future__ import annotations
 
+import functools
 import socket
 import struct
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from asyncrl.protocols import PLAIN_STEP, StepOptions, StepResult
 from asyncrl.types import Group, Logprobs, PolicyVersion, Segment, TokenIds, WeightManifest
 
 _HEADER = struct.Struct("!Q")
+_COPIED_BYTES = 2**16  # of a frame that is joined with its length: below, a copy costs less than a system call
+_READ_BYTES = 2**16  # at least, that one read asks for: many small frames, few of which are ready
+_LARGEST_READ_BYTES = 2**20  # that one read asks for: its buffer is made before anything has come
 _MAX_FRAME_BYTES = 2**32  # a batch of 10^8 tokens is 0.9 GB; anything larger is a stream out of step
 
 
@@ -136,16 +140,32 @@ def encode(record: Any) -> bytes:
     return _encoder.encode(record)
 
 
-def decode(data: bytes | memoryview, kind: Any) -> Any:
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return what decodes a kind: to make it anew for a union of messages takes longer than to decode a small one."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: Any) -> Any:
     """Return the record that `encode` wrote. Raises msgspec.DecodeError or ValidationError."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+    return _decoder(kind).decode(data)
 
 
 def send(stream: socket.socket, message: Message) -> None:
     """Send one message over a blocking socket."""
-    data = encode(message)
-    stream.sendall(_HEADER.pack(len(data)))
-    stream.sendall(data)
+    send_frame(stream, encode(message))
+
+
+def send_frame(stream: socket.socket, data: bytes) -> None:
+    """Send a message that is encoded already."""
+    for piece in _pieces(data):
+        stream.sendall(piece)
+
+
+def _pieces(data: bytes) -> tuple[bytes, ...]:
+    """Return a frame in as few pieces as are worth a copy: each is a system call, and may wake the reader."""
+    header = _HEADER.pack(len(data))
+    return (header + data,) if len(data) <= _COPIED_BYTES else (header, data)
 
 
 def receive(stream: socket.socket, kind: Any) -> Any:
@@ -187,9 +207,13 @@ def _checked(length: int, max_bytes: int = _MAX_FRAME_BYTES) -> int:
 
 async def send_async(stream: trio.abc.SendStream, message: Message) -> None:
     """Send one message over a trio stream."""
-    data = encode(message)
-    await stream.send_all(_HEADER.pack(len(data)))
-    await stream.send_all(data)
+    await send_frame_async(stream, encode(message))
+
+
+async def send_frame_async(stream: trio.abc.SendStream, data: bytes) -> None:
+    """Send a message that is encoded already."""
+    for piece in _pieces(data):
+        await stream.send_all(piece)
 
 
 async def receive_async(stream: trio.abc.ReceiveStream, kind: Any, *, max_bytes: int = _MAX_FRAME_BYTES) -> Any:
@@ -210,10 +234,56 @@ async def receive_async(stream: trio.abc.ReceiveStream, kind: Any, *, max_bytes:
 async def _read_async(stream: trio.abc.ReceiveStream, num_bytes: int) -> bytes | None:
     buffer = bytearray()
     while len(buffer) < num_bytes:
-        chunk = await stream.receive_some(min(num_bytes - len(buffer), 2**20))
+        chunk = await stream.receive_some(min(num_bytes - len(buffer), _LARGEST_READ_BYTES))
         if not chunk:
             if not buffer:
                 return None
             raise EOFError(f"the connection was closed after {len(buffer)} of {num_bytes} bytes")
         buffer += chunk
     return bytes(buffer)
+
+
+class Reader:
+    """Reads messages from a trio stream ahead, so that many small ones cost one read; nothing else may read it then.
+
+    A message that has come already is returned without a checkpoint: at most as many as one read brought, which other
+    tasks wait for.
+    """
+
+    def __init__(self, stream: trio.abc.ReceiveStream) -> None:
+        self._stream = stream
+        self._ahead = bytearray()
+        self._begin = 0  # of what is not given out yet
+
+    async def receive(self, kind: Any) -> Any:
+        """Return the next message, or None when the other side has closed between frames.
+
+        May be cancelled and called again: nothing is lost. Raises: EOFError, ValueError for a frame that is too large.
+        """
+        data = await self.receive_frame()
+        return None if data is None else decode(data, kind)
+
+    async def receive_frame(self) -> bytes | None:
+        """Return the next message as it was encoded; see `receive`."""
+        if not await self._has(_HEADER.size):
+            return None
+        (length,) = _HEADER.unpack_from(self._ahead, self._begin)
+        await self._has(_HEADER.size + _checked(length))
+        begin = self._begin + _HEADER.size
+        self._begin = begin + length
+        return bytes(memoryview(self._ahead)[begin : self._begin])
+
+    async def _has(self, num_bytes: int) -> bool:
+        """Return once so many bytes are there, or False where the stream ends before the first of them."""
+        if len(self._ahead) - self._begin >= num_bytes:
+            return True
+        del self._ahead[: self._begin]
+        self._begin = 0
+        while (missing := num_bytes - len(self._ahead)) > 0:
+            chunk = await self._stream.receive_some(min(max(missing, _READ_BYTES), _LARGEST_READ_BYTES))
+            if not chunk:
+                if not self._ahead:
+                    return False
+                raise EOFError(f"the connection was closed after {len(self._ahead)} of {num_bytes} bytes")
+            self._ahead += chunk
+        return True

@@ -170,7 +170,8 @@ class Connection:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write)
-                while (message := await wire.receive_async(self._stream, messages.ToRun)) is not None:
+                reader = wire.Reader(self._stream)
+                while (message := await reader.receive(messages.ToRun)) is not None:
                     self._handle(message)
                 raise EOFError("it closed the connection")
         finally:

@@ -112,7 +112,8 @@ class _Connection:
         """Return when the other side has closed."""
         async with trio.open_nursery() as nursery, self._send:
             nursery.start_soon(self._write)
-            while (message := await wire.receive_async(self._stream, messages.ToService)) is not None:
+            reader = wire.Reader(self._stream)
+            while (message := await reader.receive(messages.ToService)) is not None:
                 try:
                     self._handle(message, nursery)
                 except Exception as error:  # noqa: BLE001 - a boundary, as for groups: other runs are served on
