@@ -48,33 +48,36 @@ class Conversation:
     @property
     def token_ids(self) -> TokenIds:
         """All tokens so far, in order."""
-        return TokenIds(
+        return TokenIds(self._said())
+
+    def _said(self) -> list[int]:
+        return [
             token_id
             for turn in self.turns
             for part in (turn.context_token_ids, turn.completion.token_ids)
             for token_id in part
-        )
+        ]
 
     async def ask(self, messages: Sequence[Message], *, reply_prefix: str = "") -> str | None:
         """Return what the agent says to `messages`, which follow all that was said; None where no room is left.
 
         Raises: EngineError when no engine could answer, EnvironmentFault for a first prompt that is too long.
         """
-        before = self.token_ids
         if self.turns:
             last = self.turns[-1].completion.token_ids
             ended = bool(last) and last[-1] in self._renderer.end_token_ids
             context = self._renderer.extend(messages, ended=ended, reply_prefix=reply_prefix)
         else:
             context = self._renderer.start(messages, reply_prefix=reply_prefix)
-        room = self._max_episode_tokens - len(before) - len(context)
+        prompt = TokenIds([*self._said(), *context])
+        room = self._max_episode_tokens - len(prompt)
         if room < 1:
             if not self.turns:
                 limit = self._max_episode_tokens
                 raise EnvironmentFault(f"a prompt of {len(context)} tokens leaves no room below {limit}")
             return None
         completion = await self._sampler.sample(
-            TokenIds(before + context),
+            prompt,
             max_tokens=int(min(room, self._max_tokens)),
             trajectory_id=self.trajectory_id,
             stop_token_ids=self._stop_token_ids,

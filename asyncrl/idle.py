@@ -123,16 +123,14 @@ class EngineIdle(IdleClock):
         """Return the sampler, its requests counted."""
         return _WatchedRequests(sampler, self)
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self) -> _Request:
         """Note that an engine has a request while inside."""
-        self._num_requests += 1
+        return _Request(self)
+
+    def count_request(self, change: int) -> None:
+        """Note that there are so many more requests."""
+        self._num_requests += change
         self.update()
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-            self.update()
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -186,6 +184,21 @@ class EngineIdle(IdleClock):
             self.switch("no_slot")
         else:
             self.switch("no_requests")
+
+
+class _Request:
+    """One request while inside. No generator: every rollout under way holds one, and that takes half a KiB."""
+
+    __slots__ = ("_idle",)
+
+    def __init__(self, idle: EngineIdle) -> None:
+        self._idle = idle
+
+    def __enter__(self) -> None:
+        self._idle.count_request(+1)
+
+    def __exit__(self, *_: object) -> None:
+        self._idle.count_request(-1)
 
 
 class _WatchedRequests:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from types import TracebackType
 from typing import Any
 
 import trio
@@ -138,24 +139,34 @@ class Caught:
     detail: str = ""
 
 
-@contextlib.asynccontextmanager
-async def boundary(*kinds: type[BoundaryError]) -> AsyncIterator[Caught]:
+class boundary:  # noqa: N801 - used as a function is, and every rollout under way holds one: a generator takes a KiB
     """Turn errors of `kinds` (default: engine, sandbox, environment) into the status they stand for.
 
     Everything else leaves: it is a programmer's error, or a cancellation. An exception group is stopped only where all
     its errors are of `kinds`; the first is then reported.
     """
-    kinds = kinds or tuple(_STATUS_OF_ERROR)
-    caught = Caught()
-    try:
-        yield caught
-    except kinds as error:
-        _note(caught, error)
-    except ExceptionGroup as group:  # one that holds a cancellation too is none of these
-        matched, rest = group.split(kinds)
-        if rest is not None or matched is None:
-            raise
-        _note(caught, next(leaves(matched)))
+
+    __slots__ = ("_caught", "_kinds")
+
+    def __init__(self, *kinds: type[BoundaryError]) -> None:
+        self._kinds = kinds or tuple(_STATUS_OF_ERROR)
+        self._caught = Caught()
+
+    async def __aenter__(self) -> Caught:
+        return self._caught
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, self._kinds):
+            _note(self._caught, error)
+            return True
+        if isinstance(error, ExceptionGroup):  # one that holds a cancellation too is none of these
+            matched, rest = error.split(self._kinds)
+            if rest is None and matched is not None:
+                _note(self._caught, next(leaves(matched)))
+                return True
+        return False
 
 
 async def collect_episodes(
@@ -425,7 +436,7 @@ class MultiTurnEnvironment(EpisodeEnvironment):
         return Conversation(
             self.renderer,
             sampler,
-            task=replace(task, environment=self.name),
+            task=task if task.environment == self.name else replace(task, environment=self.name),
             trajectory_id=trajectory_id,
             max_tokens=self.limits.max_tokens,
             max_episode_tokens=self.limits.max_episode_tokens,

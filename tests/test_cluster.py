@@ -73,7 +73,7 @@ def changed(shape: ClusterShape = SMALL, **parts: dict[str, Any]) -> ClusterShap
 )
 def test_predictions_are_near_what_the_real_loop_comes_to(name: str, shape: ClusterShape, bottleneck: str) -> None:
     predicted = predict(shape)
-    found = simulate(shape.buffer, rates_of_cluster(shape), steps=100, engines=4, engine_slots=256)
+    found = simulate(shape.buffer, rates_of_cluster(shape), steps=70, engines=4, engine_slots=256)
     print(
         f"{name}: {predicted.steps_per_hour:.1f} steps an hour predicted, {found.steps_per_hour:.1f} in the real loop"
     )
@@ -210,7 +210,7 @@ _CHANCE = 0.03  # a step may wait for other groups than before; what groups last
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(SHAPES)
 def test_more_is_never_slower_and_shares_are_shares(shape: ClusterShape) -> None:
     found = predict(shape)

@@ -11,6 +11,7 @@ asyncrl bench atropos --json atropos.json groups a second into the server of Atr
 asyncrl bench metrics --json metrics.json what watching a run costs: in a step, at a scrape, on disk, in the report
 asyncrl bench sandbox --json sandbox.json what sandboxes, forks and verdicts cost, against plain processes
 asyncrl bench gateway --json gateway.json what the gateway costs agents, against asking the engine directly
+asyncrl bench scale --json scale.json     the wire, ranks, checkpoints, rollouts under way, each beside something plain
 asyncrl bench gpu --json gpu.json         what a GPU makes of the learner: speed, memory, attention, packing, copies
 """
 
@@ -48,6 +49,7 @@ from asyncrl.bench.weight_sync_scene import WeightSyncBench
 from asyncrl.commands.arguments import add_sandbox_arguments, check_picture, sandbox_settings_of
 from asyncrl.commands.bench_gpu import add_benchmark as add_gpu_benchmark
 from asyncrl.commands.bench_metrics import add_benchmark as add_metrics_benchmark
+from asyncrl.commands.bench_scale import add_benchmark as add_scale_benchmark
 from asyncrl.errors import ConfigError
 
 HELP = "measure speed"
@@ -180,6 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     atropos.set_defaults(command=_atropos)
     add_metrics_benchmark(benches, _MODEL)
     add_gpu_benchmark(benches, _timed_say)
+    add_scale_benchmark(benches, _timed_say)
     sandbox = benches.add_parser("sandbox", help="starts, commands, forks and verdicts, against plain processes")
     add_sandbox_arguments(sandbox)
     sandbox.add_argument("--rounds", type=int, default=50, metavar="N", help="of each measurement (default: 50)")
