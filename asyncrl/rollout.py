@@ -1,4 +1,4 @@
-"""Multi-turn episodes: the loop between sampler and environment, and the one boundary where failures become data."""
+"""Multi-turn episodes: the loop between sampler and environment."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from types import TracebackType
 from typing import Any
 
 import trio
 
+from asyncrl.boundary import boundary
 from asyncrl.conversation import Conversation
-from asyncrl.errors import BoundaryError, ConfigError, EngineError, EnvironmentFault, SandboxError, leaves
+from asyncrl.errors import ConfigError, EngineError, EnvironmentFault
 from asyncrl.protocols import KeepsTrajectories, Sampler
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Task, TokenIds, Trajectory, TrajectoryStatus, Turn
-
-_STATUS_OF_ERROR: Mapping[type[BoundaryError], TrajectoryStatus] = {
-    EngineError: TrajectoryStatus.FAILED_ENGINE,
-    SandboxError: TrajectoryStatus.FAILED_SANDBOX,
-    EnvironmentFault: TrajectoryStatus.FAILED_ENVIRONMENT,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,44 +125,6 @@ class StepOutcome:
     """What the agent reads next, where not `done`."""
 
 
-@dataclass(slots=True)
-class Caught:
-    """What a `boundary` stopped."""
-
-    status: TrajectoryStatus | None = None
-    detail: str = ""
-
-
-class boundary:  # noqa: N801 - used as a function is, and every rollout under way holds one: a generator takes a KiB
-    """Turn errors of `kinds` (default: engine, sandbox, environment) into the status they stand for.
-
-    Everything else leaves: it is a programmer's error, or a cancellation. An exception group is stopped only where all
-    its errors are of `kinds`; the first is then reported.
-    """
-
-    __slots__ = ("_caught", "_kinds")
-
-    def __init__(self, *kinds: type[BoundaryError]) -> None:
-        self._kinds = kinds or tuple(_STATUS_OF_ERROR)
-        self._caught = Caught()
-
-    async def __aenter__(self) -> Caught:
-        return self._caught
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if isinstance(error, self._kinds):
-            _note(self._caught, error)
-            return True
-        if isinstance(error, ExceptionGroup):  # one that holds a cancellation too is none of these
-            matched, rest = error.split(self._kinds)
-            if rest is None and matched is not None:
-                _note(self._caught, next(leaves(matched)))
-                return True
-        return False
-
-
 async def collect_episodes(
     episode: Callable[[str], Awaitable[Trajectory]],
     sampler: Sampler,
@@ -219,11 +175,6 @@ def refuse_bad_numbers(trajectory: Trajectory) -> Trajectory:
         return trajectory
     detail = f"EnvironmentFault: {trajectory.bad_number}"
     return replace(trajectory, segments=(), reward=None, status=TrajectoryStatus.FAILED_ENVIRONMENT, detail=detail)
-
-
-def _note(caught: Caught, error: BaseException) -> None:
-    caught.status = next(status for kind, status in _STATUS_OF_ERROR.items() if isinstance(error, kind))
-    caught.detail = f"{type(error).__name__}: {error}"
 
 
 class TaskSource:

@@ -9,9 +9,9 @@ import pytest
 import trio
 from scripted import ScriptedSampler, write_chat_files
 
+from asyncrl.boundary import boundary
 from asyncrl.conversation import Conversation
 from asyncrl.errors import EngineError, EnvironmentFault
-from asyncrl.rollout import boundary
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, TrajectoryStatus
 

@@ -15,6 +15,7 @@ import trio.testing
 from part_contract import check_environment
 from scripted import END, FENCE, Reply, ScriptedSampler, write_chat_files
 
+from asyncrl.boundary import boundary
 from asyncrl.errors import CheckpointError, ConfigError, EngineError, EnvironmentFault, SandboxError
 from asyncrl.protocols import Environment, Sampler
 from asyncrl.rollout import (
@@ -24,7 +25,6 @@ from asyncrl.rollout import (
     RolloutSettings,
     StepOutcome,
     TaskSource,
-    boundary,
 )
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Task, TokenIds, Trajectory, TrajectoryStatus

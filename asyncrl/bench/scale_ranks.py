@@ -3,7 +3,7 @@
     python -m asyncrl.bench.scale_ranks '{"directory": ..., "groups": ..., "parameters": ..., "steps": ...}'
 
 It is asked by the names of its methods (`asked_process`). Each makes its processes by forking, so that torch is
-imported once; the process that forks has computed nothing, since a fork has none of the threads that would compute more.
+imported once. What forks has computed nothing: a fork has none of the threads that would compute more.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 import trio
 
+from asyncrl.boundary import boundary
 from asyncrl.coding.exposure import exposed
 from asyncrl.coding.grading import Grader
 from asyncrl.coding.keys import known_secrets, secrets_in
@@ -31,7 +32,6 @@ from asyncrl.coding.tasks import CodingTask, TaskStep
 from asyncrl.coding.verdicts import Verdict
 from asyncrl.errors import SandboxError, UnsafeFilesError
 from asyncrl.protocols import FileEntry, FileKind, Outcome, Sandbox, SandboxBackend
-from asyncrl.rollout import boundary
 from asyncrl.types import TrajectoryStatus
 
 REFERENCE_RUNS = 3  # a reference that passes only sometimes is a flaky task

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.boundary import boundary
 from asyncrl.coding.evidence import Trail
 from asyncrl.coding.grading import Grader
 from asyncrl.coding.monitor import observe
@@ -16,7 +17,6 @@ from asyncrl.coding.tool_use import ToolResult, ToolUser
 from asyncrl.coding.tools import ToolCall
 from asyncrl.coding.verdicts import Verdict
 from asyncrl.errors import SandboxError
-from asyncrl.rollout import boundary
 
 
 @dataclass(slots=True, kw_only=True)

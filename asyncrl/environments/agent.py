@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import trio
 
+from asyncrl.boundary import boundary
 from asyncrl.children import last_lines, start_child
 from asyncrl.environments.foreign import call, load_function
 from asyncrl.environments.rewards import grade_of
@@ -34,7 +35,7 @@ from asyncrl.environments.rows import check_percent, read_split, task_id_of
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.gateway import Gateway, Session
 from asyncrl.protocols import Sampler, SandboxBackend
-from asyncrl.rollout import EpisodeEnvironment, Grade, TaskSource, boundary, play_again
+from asyncrl.rollout import EpisodeEnvironment, Grade, TaskSource, play_again
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory, TrajectoryStatus
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import trio
 
+from asyncrl.boundary import boundary
 from asyncrl.environments.rows import check_percent, read_split, task_id_of
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.protocols import Sampler, SandboxBackend
-from asyncrl.rollout import EpisodeEnvironment, TaskSource, boundary
+from asyncrl.rollout import EpisodeEnvironment, TaskSource
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory
 

@@ -27,12 +27,12 @@ import trio
 
 from asyncrl.atropos.matching import SampledTokens
 from asyncrl.atropos.messages import UNTRAINED, BadField
+from asyncrl.boundary import boundary
 from asyncrl.dynamic_sampling import FILTERED
 from asyncrl.environments.file_tasks import FileTaskEnvironment, FileTaskSettings
 from asyncrl.environments.foreign import call, load_function
 from asyncrl.errors import ConfigError, EngineError, EnvironmentFault
 from asyncrl.protocols import Sampler, SandboxBackend
-from asyncrl.rollout import boundary
 from asyncrl.tokens import ChatRenderer, build_segments
 from asyncrl.types import FinishReason, Task, TokenIds, Trajectory, TrajectoryStatus
 

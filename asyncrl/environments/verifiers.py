@@ -20,12 +20,13 @@ from typing import Any
 
 import trio
 
+from asyncrl.boundary import boundary
 from asyncrl.environments.rows import check_percent, is_held_out
 from asyncrl.environments.verifiers_link import Episode, Listed, VerifiersProcess, started
 from asyncrl.errors import ConfigError, EnvironmentFault
 from asyncrl.gateway import Gateway, Session
 from asyncrl.protocols import Sampler, SandboxBackend
-from asyncrl.rollout import EpisodeEnvironment, TaskSource, boundary, play_again
+from asyncrl.rollout import EpisodeEnvironment, TaskSource, play_again
 from asyncrl.tokens import ChatRenderer
 from asyncrl.types import Task, Trajectory, TrajectoryStatus
 
