@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import trio
-from roles_rig import Rig, run
+from roles_rig import EchoRole, Rig, run
 from sandboxes import LIMITS, has_groups, skip_unless_possible
 from scripted import ScriptedSampler
 from synthetic_groups import random_groups
 from tiny_model import build_tiny_model
 from tiny_run import write_config
 
+from asyncrl.commands.check import process_plan
 from asyncrl.configs import Config, load_config, to_table
 from asyncrl.errors import LearnerError
 from asyncrl.processes import LearnerProcess
@@ -94,6 +95,24 @@ def test_a_learner_elsewhere_works_as_one_at_home_and_ends_its_run_when_it_dies(
 
     run(main, jobs=jobs_of(config), learner=True, engines=0)
     assert list((tmp_path / "weights").iterdir()) == [], "what it had published is left behind"
+
+
+def test_a_learner_whose_host_falls_silent_ends_the_run_instead_of_hanging_it() -> None:
+    async def main(rig: Rig) -> None:
+        rig.come(EchoRole("learner"), name="l0")
+        guest = await rig.guest("learner")
+        async with guest.channel() as channel:
+            learner = LearnerProcess(channel, None, place=guest.name)
+            rig.wire.hold()
+            with pytest.raises(LearnerError, match="the learner, l0, closed its connection"):
+                await learner.step(random_groups(0))
+            assert guest.is_lost
+            with pytest.raises(LearnerError):
+                await learner.publish()
+        rig.wire.flow()
+        await rig.wait_said("learner l0 is back after")
+
+    run(main, learner=True, engines=0)
 
 
 def _learners(settings_path: Path) -> list[int]:
@@ -269,3 +288,10 @@ def test_the_jobs_of_a_run_are_plain_data(model: Path, tmp_path: Path) -> None:
     jobs = jobs_of(config_of(tmp_path, model, engines=2))
     assert json.loads(json.dumps(jobs)) == jobs
     assert jobs["engine"]["engine"]["count"] == 1
+
+
+def test_the_plan_of_a_run_says_what_comes_from_elsewhere(model: Path, tmp_path: Path) -> None:
+    plan = process_plan(config_of(tmp_path, model, engines=2, environments=1, learner=True))
+    assert plan["engines"] == "vLLM; on 2 other hosts"
+    assert plan["learner"].endswith("; on 1 other host")
+    assert plan["sandboxes"] == "bubblewrap, of 1 other host"
