@@ -3,8 +3,8 @@
     python slow_network.py DELAY_S LOSS NAME...
 
 prints "NAME PID ADDRESS" for each host, PID being of a process that holds its namespace. It takes "cut NAME" and
-"mend NAME" by its standard input, and ends with it; then the namespaces are gone, whatever ended the tests. Packets
-pass through tunnels, as the kernel's own emulator (netem) is not everywhere.
+"mend NAME" by its standard input, and ends with it, whatever ended the tests: it kills all that runs on the hosts, and
+the namespaces are gone. Packets pass through tunnels, as the kernel's own emulator (netem) is not everywhere.
 """
 
 from __future__ import annotations
@@ -109,8 +109,6 @@ def network(*names: str, delay_s: float, loss: float) -> Iterator[Network]:
         try:
             yield made
         finally:
-            for host in made.hosts.values():
-                host.kill()
             assert process.stdin is not None
             process.stdin.close()
             process.wait(20)
@@ -124,13 +122,17 @@ def main(arguments: Sequence[str]) -> int:
     delay_s, loss, names = float(arguments[0]), float(arguments[1]), arguments[2:]
     tunnels: dict[bytes, int] = {}
     address_of: dict[str, bytes] = {}
+    hosts = []
     for number, name in enumerate(names, start=1):
         address = f"10.77.0.{number}"
         pid, tunnel = _make_host(address)
+        hosts.append(Host(name, pid, address))
         address_of[name] = socket.inet_aton(address)
         tunnels[address_of[name]] = tunnel
         print(name, pid, address, flush=True)
     _switch(tunnels, address_of, delay_s, loss)
+    for host in hosts:
+        host.kill()
     return 0
 
 
