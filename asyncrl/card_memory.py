@@ -93,9 +93,9 @@ def _learner_bytes(config: Config) -> float:
     learner, numbers = config.learner, _numbers(config.model.path)
     narrow, wide = _DTYPE_BYTES[learner.dtype], max(4, _DTYPE_BYTES[learner.dtype])
     trained = _factors(config.model.path, learner.lora) if learner.lora.enabled else numbers
-    weights = numbers + (trained if learner.lora.enabled else 0)
-    # the parameters of several ranks are their masters
-    found = weights * narrow + trained * wide * _STATES if learner.ranks == 1 else trained * wide * _STATES
+    frozen = numbers if learner.lora.enabled else 0
+    copied = trained if learner.ranks == 1 else 0  # what several ranks train are the masters themselves
+    found = (frozen + copied) * narrow + trained * wide * _STATES
     if learner.critic.kind == "model":
         path = learner.critic.path if learner.critic.path != Path("") else config.model.path
         found += _numbers(path) * (narrow + wide * _STATES)

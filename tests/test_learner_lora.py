@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from rank_of_learner import learn
+from rank_scenes import Scene, assert_alike
 from safetensors.torch import load_file
 from synthetic_groups import random_groups
 from test_learner_numerics import with_exact_norms
@@ -330,6 +333,48 @@ def test_engines_of_a_resumed_run_begin_with_the_model_below_its_adapters(tmp_pa
         assert model_to_serve(config, None) == (Path("base"), 0)
 
 
+# --- several ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_model_and_adapters_between_them_learn_what_one_process_does(tmp_path: Path) -> None:
+    """And either goes on from the other's checkpoint, which are the same files in peft's form."""
+    scene = Scene(tmp_path)
+    how: dict[str, Any] = {
+        "loss": "grpo",
+        "loss_settings": {"kl_coef": 0.1},
+        "learning_rate": 1e-2,
+        "lora": {"enabled": True, "rank": 4, "alpha": 8},
+        "gradients": True,
+    }
+    alone = learn(scene.run("alone", ranks=1, seeds=(0, 1), **how))
+    learn(scene.run("begun", ranks=1, seeds=(0,), **how))
+    narrow = {**how, "dtype": "bfloat16", "gradient_checkpointing": True, "gradients": False}
+    first, after, mixed = scene.on_ranks(
+        2,
+        scene.run("two", ranks=2, seeds=(0, 1), **how),
+        scene.run("two-after", ranks=2, seeds=(1,), after="begun", **how),
+        scene.run("two-narrow", ranks=2, seeds=(0, 1), **narrow),
+    )
+    wanted = learn(scene.run("narrow", ranks=1, seeds=(0, 1), **narrow))
+    for ours, theirs in zip(mixed["steps"], wanted["steps"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-3), "masters are float32 over a model in bfloat16"
+    measured = first["measured"]
+    assert measured["logprobs"] == pytest.approx(alone["measured"]["logprobs"], abs=1e-5)
+    assert measured["gradients"].keys() == alone["measured"]["gradients"].keys()
+    for name, numbers in measured["gradients"].items():
+        assert numbers == pytest.approx(alone["measured"]["gradients"][name], rel=1e-3, abs=1e-6), name
+    for found, wanted in zip(first["steps"], alone["steps"], strict=True):
+        assert_alike(found, wanted)
+    assert_alike(after["steps"][0], alone["steps"][1])
+    kept = [load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("alone", "two")]
+    assert kept[0].keys() == kept[1].keys()
+    for name, factor in kept[0].items():
+        torch.testing.assert_close(kept[1][name], factor, rtol=1e-3, atol=1e-5)
+    back = learn(scene.run("back", ranks=1, seeds=(2,), after="two", **how))
+    assert math.isfinite(back["steps"][0]["loss"])
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
@@ -357,10 +402,6 @@ def test_what_needs_the_whole_model_is_refused_beside_adapters() -> None:
     teacher = TeacherSettings(source="self", ema_rate=0.1)
     with pytest.raises(ConfigError, match=r"ema_rate = 0.1 \(\[learner.teacher\]\) needs the weights"):
         LearnerSettings(lora=LORA, loss="distillation", teacher=teacher)
-    with pytest.raises(
-        ConfigError, match=r"ranks = 2 \(\[learner\]\) cannot share enabled = true \(\[learner.lora\]\)"
-    ):
-        LearnerSettings(lora=LORA, ranks=2)
 
 
 def test_a_target_that_the_model_does_not_have_is_named_before_anything_starts() -> None:

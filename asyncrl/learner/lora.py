@@ -22,8 +22,11 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.context import Context
 from asyncrl.learner.lora_settings import ALL_LINEAR, LoraSettings, check_targets, is_target
 from asyncrl.learner.model import PolicyModel, load_model
+from asyncrl.learner.ranks import ALONE, Ranks
+from asyncrl.learner.sharded import ShardedModel, load_sharded
 from asyncrl.packing import Microbatch
 
 ADAPTER = "default"
@@ -102,16 +105,71 @@ class _Base(PolicyModel):
             return super().hidden(microbatch)
 
 
-def load_lora(directory: Path, settings: LoraSettings, **options: Any) -> LoraModel:
+class _ShardedLora(LoraModel, ShardedModel):
+    """One adapter and the model below it, of both of which this rank holds a part."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: LoraConfig,
+        *,
+        temperature: float,
+        head_dtype: torch.dtype | None,
+        adapter: str = ADAPTER,
+        context: Context | None = None,
+    ) -> None:
+        super().__init__(model, config, temperature=temperature, head_dtype=head_dtype, adapter=adapter)
+        self._context = context or Context()
+
+    def at(self, *, temperature: float, head_dtype: torch.dtype | None) -> _ShardedLora:
+        return type(self)(
+            self.model,
+            self.config,
+            temperature=temperature,
+            head_dtype=head_dtype,
+            adapter=self.adapter,
+            context=self._context,
+        )
+
+    def base(self) -> PolicyModel:
+        return _ShardedBase(
+            self.model, temperature=self.temperature, head_dtype=self._head_dtype, context=self._context
+        )
+
+
+class _ShardedBase(_Base, ShardedModel):
+    """The model below the adapters, of which this rank holds a part."""
+
+
+def load_lora(directory: Path, settings: LoraSettings, ranks: Ranks = ALONE, **options: Any) -> LoraModel:
     """Return the model in `directory`, frozen, with a new adapter; `options` are those of `load_model`.
 
-    Raises: ConfigError as `load_model` and `add_adapter`.
+    Several `ranks` hold both between them, as `load_sharded` says. Raises: ConfigError as `load_model` and
+    `add_adapter`.
     """
+    if ranks.count > 1:
+        return _load_sharded(directory, settings, ranks, **options)
     frozen = load_model(directory, **options)
     frozen.model.requires_grad_(False)
     config = add_adapter(frozen.model, settings)
     return LoraModel(
         frozen.model, config, temperature=frozen.temperature, head_dtype=options.get("head_dtype", torch.float32)
+    )
+
+
+def _load_sharded(directory: Path, settings: LoraSettings, ranks: Ranks, **options: Any) -> LoraModel:
+    configs: list[LoraConfig] = []  # of the first rank two, which are the same
+
+    def adapt(model: Any) -> None:
+        configs.append(add_adapter(model, settings))
+
+    frozen = load_sharded(directory, ranks, adapt=adapt, **options)
+    return _ShardedLora(
+        frozen.model,
+        configs[-1],
+        temperature=frozen.temperature,
+        head_dtype=options["head_dtype"],
+        context=ranks.context,
     )
 
 

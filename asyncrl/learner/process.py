@@ -293,7 +293,7 @@ def _loader(settings: LearnerSettings, ranks: Ranks) -> Callable[..., PolicyMode
     if settings.lora.enabled:
         from asyncrl.learner.lora import load_lora  # peft takes seconds to import
 
-        return partial(load_lora, settings=settings.lora)
+        return partial(load_lora, settings=settings.lora, ranks=ranks)
     return load_model if ranks.count == 1 else partial(load_sharded, ranks=ranks)
 
 

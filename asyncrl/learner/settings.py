@@ -185,8 +185,6 @@ class LearnerSettings:
             self._check_critic(loss)
         if self.lora.enabled:
             self._check_lora()
-        if self.ranks > 1:
-            self._check_several_ranks()
         if self.context_parallel > 1:
             self._check_context(loss)
 
@@ -201,12 +199,6 @@ class LearnerSettings:
                     f"{what} needs the weights of a whole model trained or averaged, and enabled = true "
                     "([learner.lora]) trains adapters alone: leave one of the two out"
                 )
-
-    def _check_several_ranks(self) -> None:
-        unshared = {"enabled = true ([learner.lora])": self.lora.enabled}
-        for what, found in unshared.items():
-            if found:
-                raise ConfigError(f"ranks = {self.ranks} ([learner]) cannot share {what}: set ranks = 1")
 
     def _check_context(self, loss: LossSettings) -> None:
         said = f"context_parallel = {self.context_parallel} ([learner])"

@@ -11,7 +11,7 @@ holds more than its own part and the largest tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -90,11 +90,13 @@ def load_sharded(
     attention: str,
     frozen: bool = False,
     with_head: bool = True,
+    adapt: Callable[[Any], None] | None = None,
 ) -> ShardedModel:
     """Return this rank's part of the model in `directory`, which the first rank alone reads. All ranks call it at once.
 
     Its parameters are float32 (float64 for float64); `dtype` is what they are gathered in. One that is `frozen` has no
     masters: its parameters are of `dtype`, and need no gradient. Without its LM head a model gives hidden states alone.
+    `adapt` puts parameters of its own on a frozen model, which alone are trained.
     Raises: ConfigError as `load_model`, and for an architecture that does not say what a layer is.
     """
     chosen = choose(attention, device, dtype)
@@ -102,11 +104,16 @@ def load_sharded(
     told = b"" if whole is None else whole.config.to_json_string().encode()
     model = _without_weights(json.loads(ranks.pass_on(told)), dtype, chosen)
     prepare(model, gradient_checkpointing=gradient_checkpointing)
-    model.to(dtype if frozen else torch.promote_types(dtype, torch.float32))
-    model.requires_grad_(not frozen)
+    wide = torch.promote_types(dtype, torch.float32)
+    model.requires_grad_(adapt is None and not frozen)
+    if adapt is not None:
+        for one in (model,) if whole is None else (whole.requires_grad_(False), model):
+            adapt(one)
+    for parameter in model.parameters():  # and no buffer: a rotary frequency is as exact as the first rank's
+        parameter.data = parameter.data.to(wide if parameter.requires_grad else dtype)
     if not with_head:
         model.set_output_embeddings(torch.nn.Identity())
-    _shard(model, ranks, dtype, device)
+    _shard(model, ranks, dtype, wide, device)
     model.to_empty(device=device)
     if with_head:
         model.tie_weights()
@@ -122,12 +129,12 @@ def _without_weights(config: Mapping[str, Any], dtype: torch.dtype, attention: s
         )
 
 
-def _shard(model: Any, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+def _shard(model: Any, ranks: Ranks, dtype: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if not layers:
         raise ConfigError(f"{type(model).__name__} does not say what a layer is; use ranks = 1 ([learner])")
     mesh = init_device_mesh(device.type, (ranks.count,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     setattr(model, _READ, MethodType(_read, model))
