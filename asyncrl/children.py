@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -70,18 +71,23 @@ async def start_child(
     pass_fds: Sequence[int] = (),
     grace_s: float = 10.0,
     remove_on_exit: Sequence[str] = (),
+    own_scratch: bool = False,
 ) -> AsyncIterator[Child]:
     """Start `argv` under a keeper; on leaving, end it and everything that came from it within `grace_s` seconds.
 
     `remove_on_exit` are glob patterns of files that must not outlive the child, after kill -9 of this process neither.
-    `environment` is added to this process's own.
+    With `own_scratch` the child's temporary files have a directory of their own, which is removed too, and `{scratch}`
+    in a pattern stands for the name of each of its entries. `environment` is added to this process's own.
     """
+    scratch = tempfile.mkdtemp(prefix="asyncrl-") if own_scratch else ""
     pipe_read, pipe_write = os.pipe()
     options = ["--pipe", str(pipe_read), "--grace", str(grace_s)]
     for fd in pass_fds:
         options += ["--pass-fd", str(fd)]
     for pattern in remove_on_exit:
         options += ["--remove", pattern]
+    if scratch:
+        options += ["--scratch", scratch]
     command = [sys.executable, "-I", "-S", keeper.__file__, *options, "--", *argv]
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +97,7 @@ async def start_child(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **(environment or {}), **({"TMPDIR": scratch} if scratch else {})},
                 pass_fds=[pipe_read, *pass_fds],
                 start_new_session=True,  # a terminal's Ctrl-C reaches the orchestrator alone, which drains
             )
@@ -112,6 +118,7 @@ async def start_child(
         for fd in (pipe_read, pipe_write):
             if fd >= 0:
                 os.close(fd)
+        keeper.remove(remove_on_exit, scratch)  # the keeper has, unless it was killed itself
 
 
 def last_lines(path: Path, count: int, *, max_bytes: int = 65536) -> str:

@@ -12,7 +12,16 @@ import trio
 from asyncrl.checkpoint import Checkpoint
 from asyncrl.children import Child, start_child
 from asyncrl.configs import Config
-from asyncrl.engines import Canary, EnginePool, EngineSettings, StartServer, VLLMEngine, command, free_port
+from asyncrl.engines import (
+    LEFT_BEHIND,
+    Canary,
+    EnginePool,
+    EngineSettings,
+    StartServer,
+    VLLMEngine,
+    command,
+    free_port,
+)
 from asyncrl.errors import EngineError
 from asyncrl.protocols import SyncReport, Watch
 from asyncrl.run_directory import RunDirectory
@@ -158,5 +167,13 @@ async def start_server(
     argv, environment = command(settings, str(model), port, seed=seed, index=index)
     if settings.niceness:
         argv = ["nice", "-n", str(settings.niceness), *argv]
-    async with start_child(f"engine {index}", argv, environment=environment, log_path=log_path) as child:
+    starting = start_child(
+        f"engine {index}",
+        argv,
+        environment=environment,
+        log_path=log_path,
+        remove_on_exit=LEFT_BEHIND,
+        own_scratch=True,
+    )
+    async with starting as child:
         yield ServerProcess(child, f"http://127.0.0.1:{port}", version)

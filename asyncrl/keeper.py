@@ -1,12 +1,12 @@
 """A small parent between the orchestrator and one child, so that nothing outlives the run. Standard library only.
 
-    python -I -S keeper.py --pipe FD --grace SECONDS [--pass-fd FD]... [--remove GLOB]... -- COMMAND...
+    python -I -S keeper.py --pipe FD --grace SECONDS [--pass-fd FD]... [--scratch DIR] [--remove GLOB]... -- COMMAND...
 
 It holds the read end of a pipe whose only write end is the orchestrator's. When the pipe closes, because the
 orchestrator asked or because it was killed, the command gets SIGTERM, then after the grace SIGKILL, and so does every
 process that came from it, sessions of their own or not: the keeper is their subreaper. Files that match `--remove` are
-removed last. If the keeper itself is killed, the kernel kills the command (parent-death signal; it follows the thread
-that spawned, here the only one).
+removed last, and with them the directory `--scratch`, after whose entries such files may be named. If the keeper itself
+is killed, the kernel kills the command (parent-death signal; it follows the thread that spawned, here the only one).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ctypes
 import glob
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,15 +53,28 @@ def main(arguments: Sequence[str]) -> int:
         child.terminate()
         select.select([child_fd], [], [], float(options["--grace"][0]))
     code = _end(child)
-    for pattern in options["--remove"]:
-        for name in glob.glob(pattern):
-            Path(name).unlink(missing_ok=True)
+    for scratch in options["--scratch"] or [""]:
+        remove(options["--remove"], scratch)
     return code if code >= 0 else 128 - code
+
+
+def remove(patterns: Iterable[str], scratch: str = "") -> None:
+    """Remove the files that match the glob patterns, then the directory `scratch`, where it is there.
+
+    `{scratch}` in a pattern stands for the name of each of the directory's entries.
+    """
+    entries = os.listdir(scratch) if os.path.isdir(scratch) else []
+    for pattern in patterns:
+        for entry in entries if "{scratch}" in pattern else [""]:
+            for name in glob.glob(pattern.replace("{scratch}", glob.escape(entry))):
+                Path(name).unlink(missing_ok=True)
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)  # who holds its files is gone; another's are not in it
 
 
 def _parse(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     split = list(arguments).index("--")
-    options: dict[str, list[str]] = {"--pipe": [], "--grace": [], "--remove": [], "--pass-fd": []}
+    options: dict[str, list[str]] = {"--pipe": [], "--grace": [], "--remove": [], "--pass-fd": [], "--scratch": []}
     for name, value in zip(arguments[:split:2], arguments[1:split:2], strict=True):
         options[name].append(value)
     return options, list(arguments[split + 1 :])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from tiny_model import build_tiny_model
 
 from asyncrl import keeper
-from asyncrl.engines import EngineSettings, command, free_port
+from asyncrl.engines import LEFT_BEHIND, EngineSettings, command, free_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Server:
     """Its keeper, which ends when it does."""
     model_directory: Path
     log: Path
+    scratch: str
+    """Where it has its temporary files."""
 
     def kill(self) -> None:
         """Kill the server's own process; the keeper sees to the rest."""
@@ -41,11 +44,13 @@ def running_server(directory: Path, settings: EngineSettings) -> Iterator[Server
     argv, environment = command(settings, str(directory / "model"), port)
     log = directory / "vllm.log"
     read, write = os.pipe()
+    scratch = tempfile.mkdtemp(prefix="asyncrl-")  # short: sockets are in it
+    options = ["--pipe", str(read), "--grace", "20", "--scratch", scratch, "--remove", LEFT_BEHIND[0]]
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, "--pipe", str(read), "--grace", "20", "--", *argv],
-                env={**os.environ, **environment},
+                [sys.executable, "-I", "-S", keeper.__file__, *options, "--", *argv],
+                env={**os.environ, **environment, "TMPDIR": scratch},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -55,7 +60,13 @@ def running_server(directory: Path, settings: EngineSettings) -> Iterator[Server
     finally:
         os.close(read)
     try:
-        yield Server(url=f"http://127.0.0.1:{port}", process=process, model_directory=directory / "model", log=log)
+        yield Server(
+            url=f"http://127.0.0.1:{port}",
+            process=process,
+            model_directory=directory / "model",
+            log=log,
+            scratch=scratch,
+        )
     finally:
         os.close(write)  # which ends the server and all that came from it, also when these tests are killed
         process.wait(40)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from asyncrl import keeper as keeper_module
 from asyncrl.children import last_lines, start_child
 from asyncrl.errors import EngineError
 
@@ -34,7 +35,8 @@ from asyncrl.children import start_child
 async def main():
     argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
     log_path = Path(sys.argv[2] + ".log")
-    async with start_child("family", argv, log_path=log_path, grace_s=1, remove_on_exit=[sys.argv[3]]):
+    own = {"remove_on_exit": [sys.argv[3], sys.argv[4]], "own_scratch": True}
+    async with start_child("family", argv, log_path=log_path, grace_s=1, **own):
         await trio.sleep_forever()
 trio.run(main)
 """
@@ -50,16 +52,27 @@ def _wait_gone(pids: list[int]) -> None:
         os.close(fd)
 
 
+def _scratch_of(pid: int) -> Path:
+    """Return where a process puts temporary files."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return Path(next(value for name, _, value in (line.partition("=") for line in variables) if name == "TMPDIR"))
+
+
 @pytest.mark.slow
 def test_leaving_the_context_ends_the_child_and_its_whole_family(tmp_path: Path) -> None:
     async def main() -> list[int]:
         fifo = tmp_path / "pids"
         os.mkfifo(fifo)
         argv = [sys.executable, "-c", _FAMILY, str(fifo)]
-        async with start_child("family", argv, log_path=tmp_path / "log", grace_s=1):
-            return [int(pid) for pid in (await trio.to_thread.run_sync(fifo.read_text)).split()]
+        async with start_child("family", argv, log_path=tmp_path / "log", grace_s=1, own_scratch=True):
+            pids = [int(pid) for pid in (await trio.to_thread.run_sync(fifo.read_text)).split()]
+            scratches.append(_scratch_of(pids[1]))
+            (scratches[0] / "left").touch()
+            return pids
 
+    scratches: list[Path] = []
     _wait_gone(trio.run(main))
+    assert not scratches[0].exists()
 
 
 @pytest.mark.slow
@@ -68,20 +81,28 @@ def test_kill_9_leaves_nothing(tmp_path: Path, victim: str) -> None:
     fifo, left_over = tmp_path / "pids", tmp_path / "shared.weights"
     os.mkfifo(fifo)
     left_over.write_bytes(b"weights")
-    orchestrator = subprocess.Popen(
-        [sys.executable, "-c", _ORCHESTRATOR, _FAMILY, str(fifo), str(tmp_path / "*.weights")]
-    )
+    patterns = [str(tmp_path / "*.weights"), str(tmp_path / "of {scratch}-*")]
+    orchestrator = subprocess.Popen([sys.executable, "-c", _ORCHESTRATOR, _FAMILY, str(fifo), *patterns])
     keeper, child, grandchild = (int(pid) for pid in fifo.read_text().split())
+    scratch = _scratch_of(child)
+    (scratch / "meeting[0]").touch()
+    named, another = tmp_path / "of meeting[0]-1", tmp_path / "of meeting0-1"
+    named.touch()
+    another.touch()
     if victim == "orchestrator":
         orchestrator.kill()
         orchestrator.wait()
         _wait_gone([keeper, child, grandchild])
         assert not left_over.exists()
+        assert not scratch.exists()
+        assert not named.exists()
+        assert another.exists()
     else:
         os.kill(keeper, signal.SIGKILL)
         _wait_gone([child])
         orchestrator.kill()
         orchestrator.wait()
+        keeper_module.remove([], str(scratch))
         os.kill(
             grandchild, signal.SIGKILL
         )  # with its keeper killed a grandchild in its own session is the test's to end

@@ -230,6 +230,16 @@ def test_a_server_without_what_a_run_needs_is_refused_with_the_flag(path: str, f
     run(Script(answers={path: (404, b"no such route")}), body)
 
 
+def test_a_server_whose_other_engines_are_silent_is_refused_with_what_to_take_instead() -> None:
+    async def body(engine: VLLMEngine) -> None:
+        with pytest.raises(EngineError, match=r"of its 4 ranks 2 say what they hold\. .*name each by urls"):
+            await engine.wait_healthy(5)
+
+    reports = report(5, "").replace(b'"run"', b'"another"')
+    answers = {"/get_world_size": (200, b'{"world_size": 4}'), "/collective_rpc": (200, reports)}
+    run(Script(answers=answers), body)
+
+
 def test_a_server_that_asks_for_another_token_is_refused_at_once() -> None:
     async def body(engine: VLLMEngine) -> None:
         with pytest.raises(EngineError, match=r"engine-0 at http.* asks for another token \(token_file, \[engine\]\)"):

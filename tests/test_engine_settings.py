@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl import engines
+from asyncrl.configs.loader import build
 from asyncrl.engines import EngineSettings, SamplingSettings, command, free_port
+from asyncrl.engines.arguments import _GUESSED_WITHOUT_MODEL, _QUANTISED_AS_LOADED
 from asyncrl.errors import ConfigError
 
 
@@ -118,6 +124,16 @@ def test_further_arguments_are_passed_as_vllm_names_them() -> None:
         "--x",
         '{"a": 1}',
     ]
+
+
+def test_the_page_about_engines_shows_settings_that_are_taken() -> None:
+    page = (Path(engines.__file__).parent / "ENGINES.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    settings = build(EngineSettings, tomllib.loads(shown)["engine"], section="engine")
+    assert settings.num_ranks == 2
+    assert settings.quantisation == "weights fp8"
+    for method in (*_QUANTISED_AS_LOADED, *_GUESSED_WITHOUT_MODEL):
+        assert f"`{method}`" in page
 
 
 def test_servers_that_guess_tokens_are_told_so_and_judge_them_rightly() -> None:

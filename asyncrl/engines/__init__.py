@@ -4,11 +4,19 @@ from asyncrl.engines.canary import Canary
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import Engine, EngineStatistics, Health, RequestNotSent, RequestRefused
 from asyncrl.engines.pool import EnginePool, PoolStatistics
-from asyncrl.engines.settings import EngineSettings, KVOnSync, SamplingSettings, command, free_port
+from asyncrl.engines.settings import (
+    LEFT_BEHIND,
+    EngineSettings,
+    KVOnSync,
+    SamplingSettings,
+    command,
+    free_port,
+)
 from asyncrl.engines.supervision import Server, StartServer
 from asyncrl.engines.vllm import VLLMEngine
 
 __all__ = [
+    "LEFT_BEHIND",
     "Canary",
     "Draft",
     "Engine",

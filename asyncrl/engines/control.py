@@ -54,6 +54,18 @@ class ControlRoutes:
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
 
+    async def need_every_rank(self) -> None:
+        """Raise EngineError where some of the server's ranks do not say what they hold; httpx.TransportError."""
+        needs = "--worker-extension-cls asyncrl.weight_sync.vllm_engine.WorkerReport"
+        heard = len((await self.need("/collective_rpc", REPORT, needs)).json().get("results", ()))
+        response = await self._client.get("/get_world_size", params={"include_dp": "true"}, headers=_ONCE)
+        number = response.json().get("world_size", 0) if response.status_code == 200 else 0
+        if number > heard:
+            raise EngineError(
+                f"{self._name} at {self._url} cannot serve a run: of its {number} ranks {heard} say what they hold. Of "
+                "a data-parallel server only the first engine does: start several servers, and name each by urls"
+            )
+
     async def metrics(self) -> str:
         """Return the server's own metrics in Prometheus' text form; empty where they cannot be had."""
         if self._client.is_closed:  # who watches a run asks until the very end, and while a server is replaced

@@ -198,6 +198,11 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise ConfigError(f"{name} must be from {low} to {high}, got {value} ([engine])")
 
 
+LEFT_BEHIND = ("/dev/shm/{scratch}-*",)
+"""What the ranks of a CPU engine leave when they are killed, as vLLM kills them itself: shared memory named after their
+meeting place, which is one of the server's temporary files."""
+
+
 def command(
     settings: EngineSettings,
     model_directory: str,

@@ -34,7 +34,7 @@ import trio
 from asyncrl.engines.answers import Answer, first_line, named
 from asyncrl.engines.canary import Canary
 from asyncrl.engines.connections import ConnectionFault, Connections
-from asyncrl.engines.control import REPORT, ControlRoutes, held_versions
+from asyncrl.engines.control import ControlRoutes, held_versions
 from asyncrl.engines.draft import Draft, Part
 from asyncrl.engines.engine import EngineStatistics, RequestNotSent, RequestRefused
 from asyncrl.engines.nap import Napping
@@ -202,8 +202,7 @@ class VLLMEngine(Napping):
         needs = '--weight-transfer-config \'{"backend": "asyncrl"}\' and asyncrl installed beside vLLM'
         init = {"init_info": {"run_id": self._run_id, "version": self.version, "staged": self._settings.staged_sync}}
         await need("/init_weight_transfer_engine", init, needs)
-        needs = "--worker-extension-cls asyncrl.weight_sync.vllm_engine.WorkerReport"
-        await need("/collective_rpc", REPORT, needs)
+        await self.control.need_every_rank()
         probe = self._body(TokenIds([0]), 2, stop_token_ids=(), stream_interval=1)
         response = await need("/inference/v1/generate", probe, "--enable-scale-out")
         first = Answer(self.name)
