@@ -22,6 +22,18 @@ class Conversation:
         ...     return side.trajectory(reward=float(reply == "heads"), agent="guesser")
     """
 
+    __slots__ = (
+        "_max_episode_tokens",
+        "_max_tokens",
+        "_renderer",
+        "_sampler",
+        "_stop_token_ids",
+        "replies",
+        "task",
+        "trajectory_id",
+        "turns",
+    )
+
     def __init__(
         self,
         renderer: ChatRenderer,
@@ -43,7 +55,8 @@ class Conversation:
         self._sampler = sampler
         self._max_tokens = max_tokens
         self._max_episode_tokens = max_episode_tokens or math.inf
-        self._stop_token_ids = (*renderer.stop_token_ids, *stop_token_ids)
+        stops = renderer.stop_token_ids
+        self._stop_token_ids = (*stops, *stop_token_ids) if stop_token_ids else stops
 
     @property
     def token_ids(self) -> TokenIds:

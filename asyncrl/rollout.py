@@ -19,6 +19,8 @@ from asyncrl.protocols import KeepsTrajectories, Sampler
 from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Task, TokenIds, Trajectory, TrajectoryStatus, Turn
 
+_NOTHING = contextlib.nullcontext()  # one for all episodes that hold nothing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
@@ -349,7 +351,7 @@ class MultiTurnEnvironment(EpisodeEnvironment):
         Entered once for each attempt, before `start`. Waiting for it is not the agent's time.
         Raises as `step` does.
         """
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def teacher_note(self, episode: Episode) -> str:
         """Return what a teacher is told beside the first prompt and the policy is not: the answer, say.
@@ -362,7 +364,7 @@ class MultiTurnEnvironment(EpisodeEnvironment):
     async def run_episode(self, task: Task, sampler: Sampler, trajectory_id: str) -> Trajectory:
         """See `EpisodeEnvironment.run_episode`. What infrastructure ended is started again, `max_retries` times."""
         started, deadline = trio.current_time(), math.inf
-        retries = {"retries": 0, "discarded_tokens": 0}
+        retries = discarded = 0
         while True:
             talk = self._talk(task, sampler, trajectory_id)
             episode = Episode(trajectory_id=trajectory_id, task=task, turns=talk.turns, replies=talk.replies)
@@ -372,15 +374,17 @@ class MultiTurnEnvironment(EpisodeEnvironment):
                     deadline = min(deadline, now + self.limits.episode_timeout_s)
                     episode.deadline = min(deadline, now + episode.time_limit_s)
                     outcome = await self._converse(episode, talk)
-                    episode.extras |= retries if retries["retries"] else {}
+                    if retries:
+                        episode.extras |= {"retries": retries, "discarded_tokens": discarded}
                     trajectory = _finished(episode, talk, outcome, trio.current_time() - started)
                 return trajectory
             assert caught.status is not None
-            retries["discarded_tokens"] += sum(len(turn.completion.token_ids) for turn in episode.turns)
-            if retries["retries"] == self.limits.max_retries or trio.current_time() >= deadline:
+            discarded += sum(len(turn.completion.token_ids) for turn in episode.turns)
+            if retries == self.limits.max_retries or trio.current_time() >= deadline:
                 break
-            retries["retries"] += 1
-        seconds, extras = trio.current_time() - started, {**episode.extras, **retries}
+            retries += 1
+        seconds = trio.current_time() - started
+        extras = {**episode.extras, "retries": retries, "discarded_tokens": discarded}
         return talk.failure(caught.status, caught.detail, seconds=seconds, extras=extras)
 
     def _talk(self, task: Task, sampler: Sampler, trajectory_id: str) -> Conversation:

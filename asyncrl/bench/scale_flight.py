@@ -45,6 +45,7 @@ from asyncrl.tokens import ChatRenderer, Message
 from asyncrl.types import Completion, FinishReason, Logprobs, Task, TokenIds, TokenSpan
 
 _GROUP_SIZE = 8
+_ANSWERED = 64  # requests that end at one moment
 _TOGETHER = 64  # requests to the engine at a time
 _QUESTION = "What does this function return for an empty list, and why? Answer in a sentence or two."
 _MORE = "Are you sure?"
@@ -56,8 +57,8 @@ class _Engines(SimulatedEngines):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.asked = 0
-        self.first, self.second = trio.Event(), trio.Event()
-        """When the first and the second requests are answered."""
+        self.first, self.second = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
+        """Where the first and the second requests wait."""
         self._reply = b"A sentence or two that answer the question, more or less, as sampled ones do.".ljust(96, b".")
 
     async def sample(
@@ -70,7 +71,7 @@ class _Engines(SimulatedEngines):
         watch: Watch | None = None,
     ) -> Completion:
         self.asked += 1
-        await (self.second if len(token_ids) > len(self._reply) + len(_QUESTION) else self.first).wait()
+        await (self.second if len(token_ids) > len(self._reply) + len(_QUESTION) else self.first).park()
         return Completion(
             token_ids=TokenIds(list(self._reply)),
             behaviour_logprobs=Logprobs([-0.5] * len(self._reply)),
@@ -160,13 +161,12 @@ class Flight:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run.train)
             await trio.sleep(1.0)
-            engines.first.set()
-            await trio.sleep(1.0)
+            await _answer(engines.first)
             count = run.ledger.statement().in_flight.trajectories
             assert engines.asked == 2 * count, f"{engines.asked} requests of {count} rollouts"
             gc.collect()
             grown = resident_bytes() - before
-            engines.second.set()
+            await _answer(engines.second)
             await trio.sleep(10.0)
             cpu = time.process_time() - began
             nursery.cancel_scope.cancel()
@@ -210,6 +210,13 @@ class Flight:
             "cpu_ms_per_request": 1000.0 * cpu / count,
             "requests_per_cpu_second": count / cpu,
         }
+
+
+async def _answer(waiting: trio.lowlevel.ParkingLot) -> None:
+    """Answer all requests, few at a time: in a run they do not end at one moment."""
+    while waiting:
+        waiting.unpark(count=_ANSWERED)
+        await trio.sleep(0.01)
 
 
 def _clock() -> trio.testing.MockClock:
