@@ -32,16 +32,22 @@ def test_every_documented_figure_is_there(tmp_path: Path, capsys: pytest.Capture
             assert 0 < sync["pause_seconds"] < sync["pull_seconds"]
             assert sync["publish_seconds"] > 0
             assert 0 < sync["load_cpu_seconds"] < sync["pull_seconds"]
+            assert {"update", "pause", "finish", "resume", "update.load"} <= sync["phase_seconds"].keys()
+            assert "gap_seconds" in sync
             assert sync["changed_share"] > 0.9, "every float32 weight of this model moves by far more than its rounding"
+        assert len(windows[kind]["syncs"]) <= windows[kind]["seconds"][0], "no more than one a second"
     assert {sync["num_bytes"] for sync in windows["full"]["syncs"]} == {num_bytes}
     assert len(report["copy_seconds"]) == 1
     canary, ratios = report["canary"], report["ratios"]
     assert len(canary["seconds"]) == len(canary["gap_seconds"]) == 5
     assert ratios["canary_over_step"] == median(canary["gap_seconds"]) / canary["step_seconds"]
-    for kind in ("full", "delta"):
-        kept = 1 - ratios[f"lost_seconds_{kind}"] * len(windows[kind]["syncs"]) / windows[kind]["seconds"][0]
-        assert kept == pytest.approx(ratios[f"throughput_{kind}"])
-        assert 0.05 * ratios[f"interval_{kind}"] == pytest.approx(ratios[f"lost_seconds_{kind}"])
+    for windows, layout in ((report["engines"]["1"], ""), (report["apart"], "_apart")):
+        for kind in (f"full{layout}", f"delta{layout}"):
+            window = windows[kind.removesuffix(layout)]
+            kept = 1 - ratios[f"lost_seconds_{kind}"] * len(window["syncs"]) / window["seconds"][0]
+            assert kept == pytest.approx(ratios[f"throughput_{kind}"])
+            assert 0.05 * ratios[f"interval_{kind}"] == pytest.approx(ratios[f"lost_seconds_{kind}"])
+            assert ratios[f"syncs_per_second_{kind}"] == len(window["syncs"]) / window["seconds"][0]
     reload = report["reload"]
     assert reload["seconds"] >= reload["drain_seconds"] + reload["load_seconds"] > 0
     assert {goal["name"] for goal in report["goals"]} <= report["ratios"].keys()

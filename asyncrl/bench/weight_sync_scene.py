@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -45,7 +46,7 @@ class WeightSyncBench:
     learning_rate: float = 1e-5
     """How far two versions lie apart in every float32 weight."""
     threads: int = 0
-    """Of each engine; 0 shares out the cores."""
+    """Of each engine; 0 shares out the cores. One engine is also measured with a thread less than there are cores."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that measure nothing, by the name of the option."""
@@ -115,21 +116,26 @@ class Scene:
         return max(probe.gap(start, end) for probe in self.probes)
 
     async def window(self, seconds: int, sync: Callable[[], Awaitable[Report]] | None) -> Report:
-        """Return the throughput of some seconds, and of every sync in them what it took."""
+        """Return the throughput of some seconds, and of every sync in them what it took.
+
+        One begins every second; one that is due while another is under way is left out, as a superseded version is.
+        """
         syncs: list[Report] = []
-        gaps: list[float] = []
         began, tokens = trio.current_time(), self._tokens()
-        while (now := trio.current_time()) < began + seconds:
+        while trio.current_time() < began + seconds:
             if sync is not None:
                 syncs.append(await sync())
-            await trio.sleep_until(now + 1)
-            gaps.append(self._gap(now, now + 1))
+            await trio.sleep_until(began + math.floor(trio.current_time() - began) + 1)
         took = trio.current_time() - began
         sampled = (self._tokens() - tokens) / took
+        await trio.sleep(_SETTLE_S)
+        for report in syncs:
+            report["gap_seconds"] = self._gap(*report.pop("between"))
+        gaps = [self._gap(began + second, began + second + 1) for second in range(int(took))]
         return {"seconds": took, "tokens_per_second": sampled, "gap_seconds": gaps, "syncs": syncs}
 
     async def sync(self, *, delta: bool) -> Report:
-        """Publish and pull one version."""
+        """Publish and pull one version. `between` is when the pull began and ended."""
         published = await self.learner.ask("publish_delta" if delta else "publish")
         manifest = manifest_from_json(published["manifest"])
         pulls: list[SyncReport] = []
@@ -142,14 +148,14 @@ class Scene:
             for engine in self.engines:
                 nursery.start_soon(pull, engine)
         ended = trio.current_time()
-        await trio.sleep(_SETTLE_S)
         return {
             "publish_seconds": published["seconds"],
             "changed_share": published["changed_share"],
             "pull_seconds": ended - began,
             "load_cpu_seconds": fmean(pull.seconds["update.cpu"] for pull in pulls),
             "pause_seconds": max(pull.stall_seconds for pull in pulls),
-            "gap_seconds": self._gap(began, ended),
+            "phase_seconds": {phase: max(pull.seconds[phase] for pull in pulls) for phase in pulls[0].seconds},
+            "between": (began, ended),
             "num_bytes": sum(pull.num_bytes for pull in pulls),
             "encoding": pulls[-1].encoding,
         }
@@ -191,17 +197,18 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(bench: WeightSyncBench, count: int, scratch: Path) -> AsyncIterator[Scene]:
+async def scene(bench: WeightSyncBench, count: int, threads: int, scratch: Path) -> AsyncIterator[Scene]:
     """Start `count` engines, their load and the learner, and yield when tokens have come for a while.
 
-    What they write goes to `scratch`. Raises: AsyncRLError, EngineError where one of them ends.
+    `threads` are each engine's, as `EngineSettings` has them. What they write goes to `scratch`.
+    Raises: AsyncRLError, EngineError where one of them ends.
     """
     settings = EngineSettings(
         count=count,
         max_model_len=1024,
         max_num_seqs=bench.requests + 2,
         kv_cache_gib=0.5,
-        threads=bench.threads,
+        threads=threads,
         stream_interval=1,
     )
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
@@ -218,7 +225,7 @@ async def scene(bench: WeightSyncBench, count: int, scratch: Path) -> AsyncItera
         )
         engines = []
         for index in range(count):
-            log = scratch / f"engine-{count}-{index}.log"
+            log = scratch / f"engine-{count}-{threads}-{index}.log"
             server = await stack.enter_async_context(
                 start_server(settings, index, bench.model, 0, seed=index, log_path=log)
             )

@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sync = benches.add_parser(
         "weight-sync",
         help="new weights into engines that generate: standstill, throughput, bytes, against a reload from disk",
-        description="The keys of the JSON file are listed in asyncrl/bench/weight_sync.py. Takes about eight minutes.",
+        description="The keys of the JSON file are listed in asyncrl/bench/weight_sync.py. Takes about eleven minutes.",
     )
     sync.add_argument("--model", type=Path, default=_MODEL, help=f"a model directory (default: {_MODEL})")
     sizes = {option.name: option.default for option in fields(WeightSyncBench)}
