@@ -15,12 +15,13 @@ from pathlib import Path
 
 from asyncrl.configs import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.lora_settings import ALL_LINEAR, LoraSettings, is_target
+from asyncrl.learner.lora_settings import adapter_size
+from asyncrl.learner.settings import DTYPE_BYTES
 from asyncrl.weight_sync.names import checkpoint_shapes
 
 _GIB = 2**30
 _VLLM_UTILIZATION = 0.92  # vLLM's own default of gpu_memory_utilization
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "auto": 2}
+_ENGINE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "auto": 2}
 _QUANTISED_BYTES = 0.5  # of a weight, at least: four bits
 _STATES = 4  # of a trained number, in the masters' dtype: master, two moments, sum of gradients
 _ASK_S = 20.0  # a driver that hangs must not hang a check
@@ -85,14 +86,14 @@ def _engine_bytes(config: Config, card: float) -> float:
     engine = config.engine
     if not engine.kv_cache_gib:
         return card * float(engine.extra.get("gpu_memory_utilization", _VLLM_UTILIZATION))
-    bytes_each = _QUANTISED_BYTES if engine.quantisation else _DTYPE_BYTES[engine.dtype]
+    bytes_each = _QUANTISED_BYTES if engine.quantisation else _ENGINE_BYTES[engine.dtype]
     return _numbers(config.model.path) * bytes_each / engine.num_ranks + engine.kv_cache_gib * _GIB
 
 
 def _learner_bytes(config: Config) -> float:
     learner, numbers = config.learner, _numbers(config.model.path)
-    narrow, wide = _DTYPE_BYTES[learner.dtype], max(4, _DTYPE_BYTES[learner.dtype])
-    trained = _factors(config.model.path, learner.lora) if learner.lora.enabled else numbers
+    narrow, wide = DTYPE_BYTES[learner.dtype], max(4, DTYPE_BYTES[learner.dtype])
+    trained = adapter_size(learner.lora, config.model.path) if learner.lora.enabled else numbers
     frozen = numbers if learner.lora.enabled else 0
     copied = trained if learner.ranks == 1 else 0  # what several ranks train are the masters themselves
     found = (frozen + copied) * narrow + trained * wide * _STATES
@@ -112,19 +113,6 @@ def _learner_bytes(config: Config) -> float:
 
 def _numbers(model: Path) -> int:
     return sum(math.prod(shape) for shape in checkpoint_shapes(model).values())
-
-
-def _factors(model: Path, lora: LoraSettings) -> int:
-    """Return the numbers of an adapter."""
-    shapes = {name.removesuffix(".weight"): shape for name, shape in checkpoint_shapes(model).items()}
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and ".layers." in f".{name}"}
-    if lora.target_modules != (ALL_LINEAR,):
-        matrices = {
-            name: shape
-            for name, shape in matrices.items()
-            if any(is_target(name, target) for target in lora.target_modules)
-        }
-    return sum(lora.rank * (rows + columns) for rows, columns in matrices.values())
 
 
 def _size_of_first_card() -> float:

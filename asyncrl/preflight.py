@@ -17,7 +17,8 @@ from asyncrl.engines.arguments import guesses_from_suffixes
 from asyncrl.environments import load_environment, resolve_options
 from asyncrl.errors import ConfigError, SandboxError
 from asyncrl.learner.critic_settings import check_critic
-from asyncrl.learner.lora_settings import check_lora
+from asyncrl.learner.lora_settings import check_lora, version_bytes
+from asyncrl.learner.settings import DTYPE_BYTES
 from asyncrl.learner.vocabulary import check_same_vocabulary
 from asyncrl.roles import RoleSettings
 from asyncrl.roles.settings import split_address, tls_context
@@ -128,7 +129,8 @@ def _check_port(host: str, port: int, section: str) -> None:
 def _check_shared_memory(config: Config) -> None:
     if config.weight_sync.transport != "shared_memory":
         return
-    weights = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
+    number_bytes = DTYPE_BYTES[config.learner.dtype]
+    weights = version_bytes(config.learner.lora, config.model.path, number_bytes=number_bytes)
     free = shutil.disk_usage(_SHARED_MEMORY).free
     needed = _PUBLISHED_VERSIONS * weights * (2 if config.weight_sync.delta else 1)  # a delta is smaller than the whole
     if free < needed:

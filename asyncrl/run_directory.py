@@ -33,6 +33,8 @@ import msgspec
 from asyncrl import __version__
 from asyncrl.configs import Config, differences, dump_config, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.learner.lora_settings import version_bytes
+from asyncrl.learner.settings import DTYPE_BYTES
 
 FORMAT = 1
 """Of a run directory; a run is not gone on with in any other."""
@@ -209,7 +211,8 @@ def _begun_with(directory: RunDirectory) -> Config:
 
 def check_space(directory: RunDirectory, config: Config) -> None:
     """Raise ConfigError unless the disk has room for the checkpoints that are kept and one that is being written."""
-    weights = sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
+    number_bytes = DTYPE_BYTES[config.learner.dtype]
+    weights = version_bytes(config.learner.lora, config.model.path, number_bytes=number_bytes)
     per_checkpoint = 7 * weights  # bf16 weights; float32 masters and two float32 moments are six times those
     there = min(len(list(directory.checkpoints.glob("step-*"))), config.run.keep_checkpoints)
     needed = (config.run.keep_checkpoints + 1 - there) * per_checkpoint

@@ -24,13 +24,14 @@ from tiny_model import build_tiny_model
 from transformers import AutoModelForCausalLM
 
 from asyncrl.checkpoint import Checkpoint
+from asyncrl.commands.evaluate import _whole
 from asyncrl.configs import Config, build
 from asyncrl.engine_processes import model_to_serve
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner.credit import select
 from asyncrl.learner.critic_settings import CriticSettings
 from asyncrl.learner.lora import LoraModel, add_adapter, load_lora
-from asyncrl.learner.lora_settings import LoraSettings, check_lora
+from asyncrl.learner.lora_settings import LoraSettings, check_lora, version_bytes
 from asyncrl.learner.merged import is_adapter, write_whole
 from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.process import Learner
@@ -234,6 +235,8 @@ def test_adapters_alone_are_trained_sent_and_saved_as_peft_reads_them(tmp_path: 
     assert kept.keys() == sent.keys() == one._model.tensors().keys()
     assert all(torch.equal(kept[name], sent[name]) for name in kept)
     assert any(bool(kept[name].any()) for name in kept if "lora_B" in name)
+    size = sum(factor.nbytes for factor in kept.values())
+    assert version_bytes(LORA, model_directory(), number_bytes=4) == size, "what room is looked for before the start"
     masters = {n for n in load_file(saved / "learner" / "optimizer.safetensors") if n.startswith("master.")}
     assert masters == {f"master.{name}" for name in kept}
     read = PeftModel.from_pretrained(plain_model(torch.float32), str(saved / "model"))
@@ -242,7 +245,8 @@ def test_adapters_alone_are_trained_sent_and_saved_as_peft_reads_them(tmp_path: 
         ours = logprobs(one._model)[mask]
         torch.testing.assert_close(padded_logprobs(read)[mask], ours, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(padded_logprobs(read.merge_and_unload())[mask], ours, rtol=1e-5, atol=1e-5)
-        write_whole(saved / "model", tmp_path / "whole")
+        assert _whole(model_directory(), tmp_path / "whole") == model_directory(), "what asyncrl eval serves"
+        assert _whole(saved / "model", tmp_path / "whole") == tmp_path / "whole"
         whole = load_model(tmp_path / "whole", dtype=torch.float32, device=CPU)
         torch.testing.assert_close(logprobs(whole)[mask], ours, rtol=1e-5, atol=1e-5)
     assert sorted(os.listdir(tmp_path / "whole")) == sorted(os.listdir(model_directory()))

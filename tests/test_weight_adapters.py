@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_model import build_tiny_model, state_of
 from vllm_model import assert_holds, build_vllm_model
 
 from asyncrl.errors import WeightMismatch
+from asyncrl.learner.lora import load_lora
+from asyncrl.learner.lora_settings import LoraSettings
 from asyncrl.types import WeightManifest
 from asyncrl.weight_sync import manifest_to_json
 from asyncrl.weight_sync.filesystem import FilesystemPublisher
@@ -81,6 +85,25 @@ def test_versions_of_an_adapter_are_sent_alone_and_do_not_add_up(engine: Any, tm
         whole = {name: tensor * 0.5 for name, tensor in state.items()}
         pull(engine, publisher.publish(whole, 4))
         assert_holds(engine.model, whole)
+
+
+def test_vllm_itself_reads_a_checkpoint_of_adapters_as_it_is(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what vLLM imports is not this project's
+        from vllm.config.lora import LoRAConfig
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+    base, saved = build_tiny_model(tmp_path / "model"), tmp_path / "saved"
+    settings = LoraSettings(enabled=True, rank=RANK, alpha=8)
+    model = load_lora(base, settings, dtype=torch.float32, device=torch.device("cpu"))
+    saved.mkdir()
+    model.write_config(saved, base)
+    save_file({name: factor.detach() for name, factor in model.tensors().items()}, saved / model.weights_file)
+    helper = PEFTHelper.from_local_dir(str(saved), max_position_embeddings=None)
+    helper.validate_legal(LoRAConfig(max_lora_rank=16))
+    names = {f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")}
+    read = LoRAModel.from_local_checkpoint(str(saved), names, helper, lora_model_id=1, device="cpu")
+    assert (read.rank, helper.lora_alpha, len(read.loras)) == (RANK, 8, 2 * len(names))
 
 
 @pytest.mark.parametrize(

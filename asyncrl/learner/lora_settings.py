@@ -76,6 +76,23 @@ def check_lora(settings: LoraSettings, model: Path) -> None:
     check_targets(settings, [name.removesuffix(".weight") for name in matrices])
 
 
+def adapter_size(settings: LoraSettings, model: Path) -> int:
+    """Return how many numbers an adapter of the model in a directory has, by the shapes of its files."""
+    found = 0
+    for name, shape in checkpoint_shapes(model).items():
+        targeted = any(is_target(name.removesuffix(".weight"), target) for target in settings.target_modules)
+        if len(shape) == 2 and (targeted or (settings.target_modules == (ALL_LINEAR,) and ".layers." in f".{name}")):
+            found += settings.rank * sum(shape)
+    return found
+
+
+def version_bytes(settings: LoraSettings, model: Path, *, number_bytes: int) -> int:
+    """Return what one version of the weights takes: the model's files, or an adapter of `number_bytes` a number."""
+    if settings.enabled:
+        return adapter_size(settings, model) * number_bytes
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
 def check_targets(settings: LoraSettings, modules: Iterable[str]) -> None:
     """Raise ConfigError for a target that is none of the `modules` that have a matrix, by their whole names."""
     names = list(modules)

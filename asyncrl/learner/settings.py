@@ -21,6 +21,7 @@ from asyncrl.losses.presets import BASELINES, SCALES, LossSettings
 from asyncrl.weight_sync.settings import WeightSyncSettings
 
 DTYPES = ("bfloat16", "float32", "float64")
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 DEVICES = ("auto", "cpu", "cuda")
 STARTS = ("here", "by_hand")
 HEAD_DTYPES = ("float32", "model")
