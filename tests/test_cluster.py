@@ -167,7 +167,7 @@ def test_sandboxes_and_processors_are_parts_like_others() -> None:
     assert found.bottleneck.seconds == pytest.approx(32 * (found.episode_s + 1) / 8, rel=0.01)
     slow = predict(changed(orchestrator={"turn_ms": 2000}, episodes={"turns": 2}))
     assert slow.bottleneck.part == "orchestrator"
-    assert slow.bottleneck.seconds == pytest.approx(32 * (0.00045 + 2 * 2), rel=0.01)
+    assert slow.bottleneck.seconds == pytest.approx(32 * (0.0005 + 2 * 2), rel=0.01)
     away = predict(changed(orchestrator={"turn_ms": 2000, "rollout_processes": 16}, episodes={"turns": 2}))
     assert {load.part: load.seconds for load in away.loads}["rollout processes"] == pytest.approx(32 * 2 * 2 / 16)
 

@@ -11,7 +11,8 @@ learner         one_process, ranks: step_seconds, save_seconds, resume_seconds, 
   save_seconds_per_gb, resume_seconds_per_gb    of the one process and of the ranks; resuming builds the learner
                 from the checkpoint, as a run that goes on does
 in_flight       rollouts under way at one moment: kib_per_rollout besides tokens (ids, log-probs), kib_of_tokens,
-                cpu_ms_per_turn of all that the loop does for one, kib_per_task of a bare trio task
+                cpu_ms_per_turn of the loop from a rollout's start to its second request, kib_per_task of a bare
+                    trio task
 requests        to a stand-in for an engine over HTTP: per second, per second of the asking process's CPU
 ratios, goals   what the project promises, and whether it is kept
 """

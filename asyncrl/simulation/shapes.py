@@ -189,13 +189,13 @@ class OrchestratorShape(_Section):
 
     _section = "orchestrator"
 
-    loop_ms_per_trajectory: float = 0.45
+    loop_ms_per_trajectory: float = 0.5
     """Processor milliseconds of gate, buffer, journal and books."""
     turn_ms: float = 1.5
     """Processor milliseconds of one turn where its rollout runs: prompt, request to the engine, answer."""
     rollout_processes: int = 0
     """Processes of `asyncrl serve environment` that play the episodes; 0 plays them in the orchestrator."""
-    message_ms: float = 0.25
+    message_ms: float = 1.0
     """Processor milliseconds of the orchestrator for one turn that another process plays: a completion asked for, and
     the request to the engine."""
     kib_per_rollout: float = 8.0
