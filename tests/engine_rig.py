@@ -80,7 +80,7 @@ async def rig(server: Server, canary: Canary | None = None, **changes: Any) -> A
         "engine-0", server.url, settings, SamplingSettings(), end_token_ids=(), run_id=run_id, canary=canary
     ) as engine:
         with SharedMemoryPublisher(run_id=run_id) as publisher:
-            await healthy(server, engine)
+            await healthy(server, engine, settings.start_timeout_s)
             pool = EnginePool([engine], settings)
             ready = Rig(
                 engine=engine,
@@ -97,10 +97,10 @@ async def rig(server: Server, canary: Canary | None = None, **changes: Any) -> A
                 nursery.cancel_scope.cancel()
 
 
-async def healthy(server: Server, engine: VLLMEngine) -> None:
+async def healthy(server: Server, engine: VLLMEngine, timeout_s: float = SETTINGS.start_timeout_s) -> None:
     assert server.process.poll() is None, "an earlier test has ended the server: that one must come last"
     try:
-        await engine.wait_healthy(SETTINGS.start_timeout_s)
+        await engine.wait_healthy(timeout_s)
     except EngineError as error:
         raise AssertionError(f"{error}\n{server.log.read_text()[-3000:]}") from error
 

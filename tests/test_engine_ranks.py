@@ -27,9 +27,9 @@ from engine_rig import (
 from engine_server import Server, running_server
 from tiny_model import state_of
 
-from asyncrl.engines import EngineSettings
+from asyncrl.engines import EngineSettings, KVOnSync
 from asyncrl.errors import WeightMismatch
-from asyncrl.types import Completion, TokenIds
+from asyncrl.types import Completion, FinishReason, TokenIds
 
 pytestmark = pytest.mark.engine
 
@@ -45,10 +45,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def sure_of_few(rig: Rig, seed: int) -> Mapping[str, torch.Tensor]:
+def sure_of_few(rig: Rig, seed: int, *, how_sure: float = 2.5) -> Mapping[str, torch.Tensor]:
     """Return weights that repeat themselves: some guesses come true."""
     state = perturbed(state_of(rig.directory), seed=seed)
-    state["lm_head.weight"] = state["lm_head.weight"] * 2.5
+    state["lm_head.weight"] = state["lm_head.weight"] * how_sure
     return state
 
 
@@ -98,7 +98,8 @@ def test_guessed_tokens_are_distributed_as_without_guesses_and_have_the_log_prob
         deviations = sum(total for total, _ in sums) / math.sqrt(sum(variance for _, variance in sums))
         assert abs(deviations) < 5.0  # of a standard normal: one run in two million
 
-    run(server, body, limit_s=900.0, extra=OF_TWO_RANKS.extra)  # the server starts: four processes read vLLM
+    # the server starts: four processes read vLLM
+    run(server, body, limit_s=900.0, start_timeout_s=OF_TWO_RANKS.start_timeout_s, extra=OF_TWO_RANKS.extra)
 
 
 def test_labels_are_exact_where_a_step_brings_several_tokens_and_each_rank_holds_the_version(server: Server) -> None:
@@ -107,7 +108,7 @@ def test_labels_are_exact_where_a_step_brings_several_tokens_and_each_rank_holds
         completions: dict[int, Completion] = {}
 
         async def ask() -> None:
-            completions.update(await sample_many(rig.pool, prompts, 500))
+            completions.update(await sample_many(rig.pool, prompts, 300))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -119,10 +120,60 @@ def test_labels_are_exact_where_a_step_brings_several_tokens_and_each_rank_holds
                 assert [(held["version"], held["placed"]) for held in reports] == [(version, "exchange")] * 2
         assert any(len(completion.spans) >= 3 for completion in completions.values())
         for place, completion in completions.items():
-            assert len(completion.token_ids) == 500
+            assert len(completion.token_ids) == 300
             assert_labels_tell_the_truth(rig, prompts[place], completion)
 
     run(server, body, extra=OF_TWO_RANKS.extra)
+
+
+def test_an_end_token_that_was_guessed_ends_the_completion_there(server: Server) -> None:
+    """Kills: tokens or log-probs of the step's rest, which come after the end."""
+
+    async def body(rig: Rig) -> None:
+        await rig.engine.pull(rig.publish(2, sure_of_few(rig, 2, how_sure=8.0)))
+        ends = frozenset(range(0, 384, 12))
+        prompt, completions = prompt_of("abcd" * 20), []
+
+        async def ask(place: int) -> None:
+            ask_for = {"max_tokens": 60, "trajectory_id": f"t-{place}", "stop_token_ids": sorted(ends)}
+            completions.append(await rig.pool.sample(prompt, **ask_for))
+
+        accepted_before = (await guesses(rig))[1]
+        async with trio.open_nursery() as nursery:
+            for place in range(16):
+                nursery.start_soon(ask, place)
+        assert (await guesses(rig))[1] > accepted_before + 10
+        ended = [completion for completion in completions if completion.finish_reason is FinishReason.STOP]
+        assert len(ended) > 3
+        for completion in ended:
+            assert [place for place, token in enumerate(completion.token_ids) if token in ends] == [
+                len(completion.token_ids) - 1
+            ]
+        for completion in completions:
+            assert distances(rig, prompt, completion)[:, 0].max() < TOLERANCE
+
+    run(server, body, extra=OF_TWO_RANKS.extra)
+
+
+def test_keys_and_values_are_computed_again_under_guessed_tokens(server: Server) -> None:
+    async def body(rig: Rig) -> None:
+        prompts = [prompt_of(f"again {place} " + "." * 30) for place in range(4)]
+        completions: dict[int, Completion] = {}
+        manifest = rig.publish(2, sure_of_few(rig, 2))
+
+        async def ask() -> None:
+            completions.update(await sample_many(rig.pool, prompts, 250))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await wait_begun(rig.engine, 4)
+            await rig.engine.pull(manifest)
+        assert any(len(completion.spans) == 2 for completion in completions.values())
+        for place, completion in completions.items():
+            assert len(completion.token_ids) == 250
+            assert_labels_tell_the_truth(rig, prompts[place], completion, recomputed=True)
+
+    run(server, body, extra=OF_TWO_RANKS.extra, kv_on_sync=KVOnSync.RECOMPUTE)
 
 
 def test_an_update_that_both_ranks_refuse_leaves_them_in_step(server: Server) -> None:
