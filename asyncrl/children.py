@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import trio
 
@@ -18,6 +19,26 @@ from asyncrl import keeper
 
 _LAST_LINES = 15  # enough for the end of a Python traceback; the whole output is in the log file
 _KEEPER_MARGIN_S = 5.0  # what the keeper may take after the child's grace before it is killed itself
+
+
+class Ending(Protocol):
+    """How a process ended."""
+
+    def describe(self) -> str:
+        """Return one paragraph for a person."""
+        ...
+
+
+class Watched(Protocol):
+    """A process that somebody needs alive, wherever it runs."""
+
+    async def wait_exit(self) -> Ending:
+        """Return how it ended, once it has."""
+        ...
+
+    async def fail_on_exit(self, error: type[Exception]) -> None:
+        """Raise `error` when it ends by itself: run this in the nursery that needs it alive."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

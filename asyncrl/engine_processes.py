@@ -75,13 +75,20 @@ class NoEngines:
 
 
 def engine_clients(
-    config: Config, renderer: ChatRenderer, run_id: str, version: PolicyVersion, canary: Canary | None = None
+    config: Config,
+    renderer: ChatRenderer,
+    run_id: str,
+    version: PolicyVersion,
+    canary: Canary | None = None,
+    token: str = "",
 ) -> Callable[[str, str], VLLMEngine]:
     """Return what makes the client of a run's server, by its name and URL; nobody is asked.
 
+    `token` is what servers that were started for the run ask for; of others [engine] says it.
     Raises: ConfigError where the token's file cannot be read.
     """
-    token = read_token(config.engine.token_file, where="[engine]") if config.engine.token_file else ""
+    if config.engine.token_file:
+        token = read_token(config.engine.token_file, where="[engine]")
 
     def make(name: str, url: str) -> VLLMEngine:
         return VLLMEngine(

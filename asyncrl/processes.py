@@ -21,7 +21,7 @@ import trio
 
 from asyncrl import wire
 from asyncrl.checkpoint import Checkpoint
-from asyncrl.children import Child
+from asyncrl.children import Watched
 from asyncrl.colocation import SharedCard
 from asyncrl.configs import Config, to_table
 from asyncrl.curriculum import with_curriculum
@@ -30,7 +30,8 @@ from asyncrl.engines import Canary, EnginePool
 from asyncrl.environments import load_environment
 from asyncrl.environments.latency import with_latency
 from asyncrl.errors import BoundaryError, ConfigError, LearnerError, SandboxError
-from asyncrl.learner_processes import SHUTDOWN_S, accept_learner, start_learner_processes
+from asyncrl.hosts import Here, Hosts
+from asyncrl.learner_processes import SHUTDOWN_S
 from asyncrl.metering import MeteredBackend
 from asyncrl.protocols import PLAIN_STEP, Environment, RunsAlongside, Sampler, SandboxBackend, StepOptions, StepResult
 from asyncrl.roles import Rendezvous
@@ -53,7 +54,7 @@ class LearnerProcess:
     def __init__(
         self,
         stream: trio.abc.Stream,
-        child: Child | None,
+        child: Watched | None,
         *,
         publish_timeout_s: float = math.inf,
         place: str = "which was started by hand",
@@ -157,10 +158,12 @@ async def open_parts(
     checkpoint: Checkpoint | None,
     say: Callable[[str], None],
     note_sandbox: Callable[[str, str, float, str], None] | None = None,
+    hosts: Hosts | None = None,
 ) -> AsyncIterator[Parts]:
     """Start everything, yield it when it answers, and end everything on leaving.
 
-    `say` hears what is being started, `note_sandbox` what happens in sandboxes (`MeteredBackend`).
+    `say` hears what is being started, `note_sandbox` what happens in sandboxes (`MeteredBackend`). `hosts` starts the
+    processes, which are on this machine without it.
     Raises (in an exception group) EngineError, LearnerError, SandboxError.
     """
     version = checkpoint.version if checkpoint else 0
@@ -170,26 +173,28 @@ async def open_parts(
     run_id = f"{re.sub('[^A-Za-z0-9_.]', '_', directory.path.name)[:60]}-{secrets.token_hex(4)}"
     canary = Canary.of(renderer) if config.samples and config.weight_sync.canary else None
     job = _learner_job(config, checkpoint, run_id, canary)
+    hosts = hosts or Here(config)
     async with AsyncExitStack() as stack:
-        children: dict[Child, type[BoundaryError]] = {}
+        children: dict[Watched, type[BoundaryError]] = {}
         roles = await stack.enter_async_context(open_roles(config, directory, job, say))
-        played, sandboxes = await _open_environment(config, directory, renderer, stack, say, note_sandbox, roles)
+        played, sandboxes = await _open_environment(config, hosts, directory, renderer, stack, say, note_sandbox, roles)
         environment = with_curriculum(
             played, config.curriculum, seed=config.run.seed, group_size=config.buffer.group_size
         )
         environment = with_latency(environment, config.environment.latency, seed=config.run.seed)
         say("starting the engine and the learner" if config.samples else "starting the learner")
-        make_engine = engine_clients(config, renderer, run_id, version, canary)
+        token = hosts.engine_token
+        make_engine = engine_clients(config, renderer, run_id, version, canary, token)
         engines = {guest.name: guest.url for guest in roles.guests("engine")} if roles else {}
         pool = make_pool(config, make_engine, engines) if config.samples else NoEngines()
         stack.push_async_callback(pool.aclose)
-        learner = await _start_learner(config, directory, job, stack, children, say, roles)
+        learner = await _start_learner(config, hosts, directory, job, stack, children, say, roles)
         async with _watched(children), trio.open_nursery() as services:
             if config.engine.colocated:  # it must be off the card before an engine measures what is free
                 await learner.wait_ready(version)
                 _check_card(learner.computes_on)
             async with trio.open_nursery() as starting:
-                starts = engine_starts(config, directory, model, served)
+                starts = hosts.engine_starts(directory, model, served)
                 starting.start_soon(services.start, partial(pool.serve, starts, say=say))
                 if not config.engine.colocated:
                     starting.start_soon(learner.wait_ready, version)
@@ -206,7 +211,7 @@ async def open_parts(
             if isinstance(pool, EnginePool):
                 queues = {"engines": pool, **queues}
             if isinstance(pool, EnginePool) and wants_gateway(config, played):
-                added = engine_clients(config, renderer, run_id, 0, canary)
+                added = engine_clients(config, renderer, run_id, 0, canary, token)
                 queues["gateway"] = await services.start(
                     partial(serve_gateway, config, directory.path, renderer, played, pool, added, say=say)
                 )
@@ -236,7 +241,7 @@ async def open_evaluation(
 ) -> AsyncIterator[tuple[Environment, Sampler]]:
     """Start the environment and the engines, which serve `model`, and no learner; end them on leaving."""
     async with AsyncExitStack() as stack:
-        environment, _ = await _open_environment(config, directory, renderer, stack, say)
+        environment, _ = await _open_environment(config, Here(config), directory, renderer, stack, say)
         say("starting the engine")
         make_engine = engine_clients(config, renderer, "evaluation", 0)
         pool = make_pool(config, make_engine)
@@ -271,7 +276,7 @@ async def open_tasks(config: Config) -> AsyncIterator[tuple[Any, ChatRenderer, S
 
 
 @asynccontextmanager
-async def _watched(children: Mapping[Child, type[BoundaryError]]) -> AsyncIterator[None]:
+async def _watched(children: Mapping[Watched, type[BoundaryError]]) -> AsyncIterator[None]:
     """End the body with an error that names the child when one of `children` ends before the body does."""
     async with trio.open_nursery() as watchers:
         for child, error in children.items():
@@ -287,6 +292,7 @@ async def _watched(children: Mapping[Child, type[BoundaryError]]) -> AsyncIterat
 
 async def _open_environment(
     config: Config,
+    hosts: Hosts,
     directory: RunDirectory,
     renderer: ChatRenderer,
     stack: AsyncExitStack,
@@ -301,7 +307,7 @@ async def _open_environment(
     if roles is not None and config.roles.environments:
         return await _run_alongside(guests_environment(config, roles, renderer), directory, stack, say), None
     say("starting the sandboxes and testing their walls")
-    opening = open_backend(config.sandbox, directory=directory.path / "sandboxes")
+    opening = hosts.open_sandboxes(directory.path / "sandboxes")
     if roles is not None and config.roles.sandboxes:
         opening = guests_sandboxes(config, roles)
     sandboxes = await stack.enter_async_context(opening)
@@ -312,7 +318,7 @@ async def _open_environment(
             + "; ".join(f"{abuse.name} ({abuse.detail})" for abuse in reached)
         )
     metered = MeteredBackend(sandboxes, note_sandbox)
-    environment = load_environment(config.environment, renderer=renderer, sandboxes=metered, seed=config.run.seed)
+    environment = hosts.load_environment(renderer, metered)
     return await _run_alongside(environment, directory, stack, say), metered
 
 
@@ -350,10 +356,11 @@ def _learner_job(config: Config, checkpoint: Checkpoint | None, run_id: str, can
 
 async def _start_learner(
     config: Config,
+    hosts: Hosts,
     directory: RunDirectory,
     job: Mapping[str, Any],
     stack: AsyncExitStack,
-    children: dict[Child, type[BoundaryError]],
+    children: dict[Watched, type[BoundaryError]],
     say: Callable[[str], None],
     roles: Rendezvous | None,
 ) -> LearnerProcess:
@@ -371,20 +378,13 @@ async def _start_learner(
     settings_path = directory.logs / "learner.json"
     settings_path.write_text(json.dumps(job, indent=2), encoding="utf-8")
     place = config.weight_sync.directory if config.weight_sync.transport == "filesystem" else SHARED_MEMORY_DIRECTORY
-    processes: list[Child] = []
-    if config.learner.start == "by_hand":
-        ours = await accept_learner(
-            settings_path, ranks=config.learner.ranks, say=say, own_cores=config.learner.own_cores
-        )
-    else:
-        processes, ours = await start_learner_processes(
-            settings_path,
-            ranks=config.learner.ranks,
-            run_id=run_id,
-            published=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
-            stack=stack,
-            own_cores=config.learner.own_cores,
-        )
+    processes, ours = await hosts.start_learner(
+        settings_path,
+        run_id=run_id,
+        published=[f"{place}/asyncrl-{run_id}-*", f"{place}/asyncrl-{run_id}.lock"],
+        stack=stack,
+        say=say,
+    )
     stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
     stack.push_async_callback(stream.aclose)
     children |= dict.fromkeys(processes, LearnerError)

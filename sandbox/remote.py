@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,10 @@ STRONG_WALLS = ("bubblewrap", "container", "container-runsc")
 """Any other that a server names has to be allowed."""
 
 
+FindServer = Callable[[], Awaitable[str]]
+"""Returns the URL of a server once it is known; asked again whenever the server was lost."""
+
+
 class _Busy(SandboxError):  # noqa: N818 - an answer more than an error
     """The server has no place, and enough who wait for one."""
 
@@ -43,14 +47,15 @@ class _Busy(SandboxError):  # noqa: N818 - an answer more than an error
 class _Server:
     """One server, and our session there."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self.url = url
+    def __init__(self, find: FindServer, token: str) -> None:
+        self.url = ""
+        """Where it was found last."""
+        self._find = find
         self.session: str | None = None
         self.hello: dict[str, Any] = {}
         self.lost_because = "it has not answered yet"
         self.num_open = 0
         self._client = httpx.AsyncClient(
-            base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(_SILENCE_S, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -61,7 +66,9 @@ class _Server:
 
     async def listen(self, when_live: Callable[[], None]) -> None:
         """Hold one session until the server is lost, calling `when_live` once there is one. Raises SandboxError."""
+        self.url = await self._find()
         try:
+            self._client.base_url = self.url
             async with self._client.stream("GET", "/v1/session") as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")[:200]
@@ -370,13 +377,33 @@ async def open_remote(settings: SandboxSettings, *, directory: Path) -> AsyncIte
         yield backend
 
 
-@asynccontextmanager
-async def open_servers(tokens: Mapping[str, str], settings: SandboxSettings) -> AsyncIterator[RemoteBackend]:
-    """Begin a session with every server, by URL and token, and yield their sandboxes; leaving closes all.
+def open_servers(tokens: Mapping[str, str], settings: SandboxSettings) -> AbstractAsyncContextManager[RemoteBackend]:
+    """Return what begins a session with every server, by URL and token, and yields their sandboxes.
 
     Raises: SandboxError where a server does not answer.
     """
-    servers = [_Server(url, token) for url, token in tokens.items()]
+    return _open([_Server(_at(url), token) for url, token in tokens.items()], settings)
+
+
+def _at(url: str) -> FindServer:
+    async def find() -> str:
+        return url
+
+    return find
+
+
+def open_remote_at(
+    places: Sequence[FindServer], settings: SandboxSettings, *, token: str
+) -> AbstractAsyncContextManager[RemoteBackend]:
+    """Return what begins a session with a server at each of `places`, which may move, and yields their sandboxes.
+
+    Raises: SandboxError where a server does not answer.
+    """
+    return _open([_Server(find, token) for find in places], settings)
+
+
+@asynccontextmanager
+async def _open(servers: Sequence[_Server], settings: SandboxSettings) -> AsyncIterator[RemoteBackend]:
     backend = RemoteBackend(servers, settings.max_open)
     try:
         with without_group():

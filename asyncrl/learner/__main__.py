@@ -2,6 +2,7 @@
 
     python -m asyncrl.learner --fd N --settings FILE.json
     python -m asyncrl.learner [--fd N] --settings FILE.json --rank R --ranks N --rendezvous URL
+        [--local-rank R --local-ranks N]
 
     torchrun ... -m asyncrl.learner --connect PATH --settings FILE.json
 
@@ -26,6 +27,8 @@ def main() -> int:
     parser.add_argument("--settings", type=Path, required=True, help="JSON file that describes the job")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--local-rank", type=int, help="among the ranks that see the same GPUs; default: all do")
+    parser.add_argument("--local-ranks", type=int)
     parser.add_argument("--rendezvous", default="", help="init_method of torch.distributed")
     parser.add_argument("--connect", type=Path, help="socket of the orchestrator, where torchrun starts the ranks")
     parser.add_argument("--own-cores", action="store_true", help="nothing else computes on the cores of its threads")
@@ -44,7 +47,9 @@ def main() -> int:
         with connect(arguments.connect) as stream:
             return serve(stream, arguments.settings, place)
     rank, ranks = arguments.rank, arguments.ranks
-    place = Place(rank, ranks, local_rank=rank, local_count=ranks, rendezvous=arguments.rendezvous)
+    local_rank = rank if arguments.local_rank is None else arguments.local_rank
+    local_ranks = ranks if arguments.local_ranks is None else arguments.local_ranks
+    place = Place(rank, ranks, local_rank, local_ranks, rendezvous=arguments.rendezvous)
     if ranks == 1:
         exit_on_terminate()
     if arguments.fd is None:
