@@ -4,9 +4,10 @@
 
 It holds the read end of a pipe whose only write end is the orchestrator's. When the pipe closes, because the
 orchestrator asked or because it was killed, the command gets SIGTERM, then after the grace SIGKILL, and so does every
-process that came from it, sessions of their own or not: the keeper is their subreaper. Files that match `--remove` are
-removed last, and with them the directory `--scratch`, after whose entries such files may be named. If the keeper itself
-is killed, the kernel kills the command (parent-death signal; it follows the thread that spawned, here the only one).
+process that came from it, sessions of their own or not: the keeper is their subreaper. Files and directories that
+match `--remove` are removed last, and with them the directory `--scratch`, after whose entries such files may be named.
+If the keeper itself is killed, the kernel kills the command (parent-death signal; it follows the thread that spawned,
+here the only one).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_REMOVALS, _REMOVE_AGAIN_S = 40, 0.5  # of a directory that processes which are not ours still write to
 _TRACKER_S = 2.0  # it has a handful of names to unlink
 
 
@@ -67,7 +69,7 @@ def remove(patterns: Iterable[str], scratch: str = "") -> None:
     for pattern in patterns:
         for entry in entries if "{scratch}" in pattern else [""]:
             for name in glob.glob(pattern.replace("{scratch}", glob.escape(entry))):
-                Path(name).unlink(missing_ok=True)
+                _remove(Path(name))
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)  # who holds its files is gone; another's are not in it
 
@@ -94,6 +96,18 @@ def _end(child: subprocess.Popen[bytes]) -> int:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return code
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a directory with all that is in it, though others may still write there while they end."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    for _ in range(_REMOVALS):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        select.select([], [], [], _REMOVE_AGAIN_S)
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -31,8 +31,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PUBLISHED_VERSIONS = 2  # on disk at once while engines change over
 
 
-def preflight(config: Config) -> None:
-    """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing that stays."""
+def preflight(config: Config, *, elsewhere: bool = False) -> None:
+    """Raise ConfigError for the first thing that would stop a run of `config`. Starts nothing that stays.
+
+    Where engines run `elsewhere`, and sandboxes or environments do by [ray], what they need is not looked for here.
+    """
     check_model(config.model.path)
     check_critic(config.learner.critic, config.model.path)
     check_lora(config.learner.lora, config.model.path)
@@ -43,12 +46,14 @@ def preflight(config: Config) -> None:
         if settings.source == "model":
             check_model(settings.path, f"[{section}]")
             check_same_vocabulary(config.model.path, settings.path, f"[{section}]")
-    check_engine(config)
-    check_card(config)
+    if not elsewhere:
+        check_engine(config)
+        check_card(config)
     _check_port(config.gateway.host, config.gateway.port, "[gateway]")
     _check_shared_memory(config)
     _check_roles(config.roles)
-    if not (config.roles.environments or config.roles.sandboxes):
+    by_ray = elsewhere and (config.ray.sandboxes or config.ray.environments)
+    if not (config.roles.environments or config.roles.sandboxes or by_ray):
         trio.run(_check_environment, config)
 
 

@@ -50,16 +50,18 @@ _MAY_DIFFER = (
     "learner.ranks",
     "learner.start",
     "learner.attention",
+    "learner.threads",
     "engine.port",
     "engine.urls",
     "engine.count",
     "engine.devices",
+    "engine.threads",
     "engine.restarts",
     "engine.stream_interval",
     "engine.start_timeout_s",
     "engine.outage_timeout_s",
 )
-_MAY_DIFFER_SECTIONS = ("guards", "metrics", "evaluation", "journal", "weight_sync", "roles")
+_MAY_DIFFER_SECTIONS = ("guards", "metrics", "evaluation", "journal", "weight_sync", "roles", "ray")
 """What a resumed run may change: how long it goes on, how it is watched and held back, on how many processes it learns,
 on which hosts its parts are, and how weights travel; never what is learned or how."""
 

@@ -19,6 +19,7 @@ from asyncrl.gateway import GatewaySettings
 from asyncrl.guards import MEASURED, Action, Controller, GuardSettings, actions
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.learner.teacher_settings import check_temperature
+from asyncrl.ray_settings import RaySettings
 from asyncrl.roles import RoleSettings
 from asyncrl.sandbox import SandboxSettings
 from asyncrl.warm_start import WarmStartSettings
@@ -130,6 +131,7 @@ class Config:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     guards: GuardSettings = field(default_factory=GuardSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
 
     def __post_init__(self) -> None:
         """Refuse settings of different parts that contradict each other."""

@@ -25,6 +25,8 @@ LAYERS = (
         "asyncrl.card_memory",
         "asyncrl.processes",
         "asyncrl.engine_processes",
+        "asyncrl.hosts",
+        "asyncrl.on_ray",
         "asyncrl.run_gateway",
         "asyncrl.run_roles",
         "asyncrl.role_services",

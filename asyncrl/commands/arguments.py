@@ -30,6 +30,22 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, optional: bool = Fa
     )
 
 
+def add_place_argument(parser: argparse.ArgumentParser) -> None:
+    """Add where the run's processes are."""
+    parser.add_argument(
+        "--on",
+        choices=("here", "ray"),
+        default="here",
+        help="where the processes are: on this machine (default), or where Ray places them by [ray]",
+    )
+
+
+def needs_ray() -> None:
+    """Raise ConfigError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--on ray needs Ray, which is not installed: pip install asyncrl[ray]")
+
+
 def add_rate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where a simulation's rates come from."""
     rates = ", ".join(f"{field.name} ({field.default:g})" for field in fields(SimulationRates))

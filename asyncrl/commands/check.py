@@ -3,9 +3,11 @@
   asyncrl check configs/demo.toml
   asyncrl check configs/demo.toml --set buffer.max_off_policyness=2 --json
   asyncrl check configs/demo.toml --from runs/demo-1
+  asyncrl check my_cluster.toml --on ray
 
 What it would come to is predicted by a short simulation (`asyncrl simulate`), with rates from a run that has been
-(--from) or given (--rate); without either nothing is predicted. Nothing is started.
+(--from) or given (--rate); without either nothing is predicted. --on ray says what would be taken of a Ray cluster,
+which is not asked. Nothing is started.
 Exit code 2 and one message when a run of it would be refused.
 """
 
@@ -19,11 +21,18 @@ from typing import Any
 
 from asyncrl import run_directory
 from asyncrl.card_memory import card_shares
-from asyncrl.commands.arguments import add_config_arguments, add_rate_arguments, forecast_of, rates_of
+from asyncrl.commands.arguments import (
+    add_config_arguments,
+    add_place_argument,
+    add_rate_arguments,
+    forecast_of,
+    rates_of,
+)
 from asyncrl.configs import Config, dump_config, load_config, to_table
 from asyncrl.environments import resolve_options
 from asyncrl.errors import ConfigError
 from asyncrl.learner.teacher_settings import ReferenceSettings, TeacherSettings
+from asyncrl.on_ray.bundles import bundles_of, resolved
 from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.serving import listen
 from asyncrl.simulation import SimulationRates
@@ -38,6 +47,7 @@ _STEPS = 100  # simulated: the cold start's share of them is small, and they tak
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config_arguments(parser)
+    add_place_argument(parser)
     add_rate_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print configuration and plan as JSON")
 
@@ -45,12 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Check; return the exit code."""
     config = load_config(arguments.config, arguments.set)
+    places = {}
+    if arguments.on == "ray":
+        config = resolved(config)
+        places = {f"on Ray, {bundle.name}": bundle.describe() for bundle in bundles_of(config)}
     directory = run_directory.choose(config, resume=False)
-    preflight(config)
+    preflight(config, elsewhere=arguments.on == "ray")
     run_directory.check_space(directory, config)
     listen(config.metrics.host, config.metrics.port, setting="[metrics] port").close()
     demonstrations = load_demonstrations(config)
-    plan = process_plan(config) | {"run directory": str(directory.path)}
+    plan = process_plan(config) | {"run directory": str(directory.path)} | places
+    if places:
+        plan |= _on_ray(config)
     forecast = None
     if arguments.run is not None or arguments.rate:
         rates = rates_of(arguments, config)
@@ -71,6 +87,19 @@ def main(arguments: argparse.Namespace) -> int:
         for name, what in as_table(forecast).items():
             print(f"# {name}: {what}")
     return 0
+
+
+def _on_ray(config: Config) -> dict[str, Any]:
+    """Return what Ray would start, in place of what is started here otherwise."""
+    ray = config.ray
+    plan: dict[str, Any] = {"placed by": f"Ray at {ray.address}, {ray.strategy.value}"}
+    if not config.engine.urls and config.samples:
+        plan["engines"] = f"{config.engine.count} vLLM server{'s' * (config.engine.count > 1)}, on Ray"
+    if ray.sandboxes:
+        plan["sandboxes"] = f"{config.sandbox.backend}, by {ray.sandboxes} servers on Ray"
+    if ray.environments:
+        plan["environment"] = f"{config.environment.name}, by {ray.environments} workers on Ray"
+    return plan
 
 
 def check_deadlines(config: Config, rates: SimulationRates) -> None:

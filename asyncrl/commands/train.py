@@ -3,6 +3,7 @@
   asyncrl train configs/demo.toml
   asyncrl train configs/demo.toml --set buffer.max_off_policyness=0 --set run.steps=20
   asyncrl train configs/demo.toml --resume
+  asyncrl train my_cluster.toml --on ray
 
 A run that a guard has paused ([guards]) goes on when it gets SIGUSR1: kill -USR1 and the process id that
 `asyncrl status` shows. One that a guard has stopped ends with exit code 1.
@@ -18,7 +19,8 @@ import gc
 import signal
 import socket
 import sys
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from random import Random
@@ -32,15 +34,17 @@ from rich.table import Table
 from asyncrl import run_directory
 from asyncrl.buffers import GroupCommit, Journal
 from asyncrl.checkpoint import Checkpoint, CheckpointStore
-from asyncrl.commands.arguments import add_config_arguments
+from asyncrl.commands.arguments import add_config_arguments, add_place_argument, needs_ray
 from asyncrl.configs import Config, load_config
 from asyncrl.engines import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Gateway
 from asyncrl.guards import Guards
+from asyncrl.hosts import Here, Hosts
 from asyncrl.live import LivePage
 from asyncrl.metering import MeteredBackend
 from asyncrl.metrics import Sampled, Source, collector
+from asyncrl.on_ray.bundles import bundles_of, resolved
 from asyncrl.preflight import load_demonstrations, preflight
 from asyncrl.processes import open_parts
 from asyncrl.progress import Progress
@@ -65,23 +69,28 @@ _UNREAD_S = 10.0  # of a page or a scrape; Prometheus itself gives up after as l
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_config_arguments(parser)
+    add_place_argument(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Train; return the exit code."""
     config = load_config(arguments.config, arguments.set)
+    if arguments.on == "ray":
+        needs_ray()
+        config = resolved(config)
     directory = run_directory.choose(config, resume=arguments.resume)
     checkpoints = CheckpointStore(directory.checkpoints, keep=config.run.keep_checkpoints)
     checkpoint = checkpoints.newest() if arguments.resume else None
     if checkpoint:
         _check_limits(config, checkpoint)
-    preflight(config)
+    preflight(config, elsewhere=arguments.on == "ray")
     warm_start = _warm_start(config, checkpoint)
     run_directory.check_space(directory, config)
     console = Console(file=sys.stdout)
     with (
         metrics_port(config) as listener,
+        _connected(config, arguments.on),
         run_directory.opened(directory, config),
         opened_journal(
             directory.journal,
@@ -109,8 +118,28 @@ def main(arguments: argparse.Namespace) -> int:
             lost_line=config.journal.lost_line,
         )
         return trio.run(
-            _train, config, directory, checkpoints, checkpoint, warm_start, journal, resumption, listener, console
+            partial(_train, config, directory, on=arguments.on, console=console),
+            *(checkpoints, checkpoint, warm_start, journal, resumption, listener),
         )
+
+
+def _connected(config: Config, on: str) -> AbstractContextManager[None]:
+    """Return what holds the connection to where the run is placed; nothing on this machine. Raises ConfigError."""
+    if on == "here":
+        return nullcontext()
+    from asyncrl.on_ray.cluster import connected  # Ray is an extra, and takes seconds to import
+
+    return connected(config.ray, bundles_of(config))
+
+
+def _hosts(
+    config: Config, directory: RunDirectory, on: str, say: Callable[[str], None]
+) -> AbstractAsyncContextManager[Hosts]:
+    if on == "here":
+        return nullcontext(Here(config))
+    from asyncrl.on_ray.parts import placed
+
+    return placed(config, directory.config, say)
 
 
 def metrics_port(config: Config) -> AbstractContextManager[socket.socket | None]:
@@ -152,6 +181,8 @@ async def _train(
     journal: Journal,
     resumption: Resumption,
     listener: socket.socket | None,
+    *,
+    on: str,
     console: Console,
 ) -> int:
     started = trio.current_time()
@@ -170,8 +201,9 @@ async def _train(
         events_bytes = round(config.metrics.events_mib * 2**20)
         with trio.CancelScope() as scope, Timeline(directory.events, max_bytes=events_bytes) as timeline:
             beside.start_soon(_listen_for_signals, stop, scope, progress)
-            opening = open_parts(config, directory, renderer, checkpoint, say, timeline.sandbox)
-            async with progress.shown(), opening as parts:
+            opening = partial(open_parts, config, directory, renderer, checkpoint, say, timeline.sandbox)
+            placing = _hosts(config, directory, on, say)
+            async with progress.shown(), placing as hosts, opening(hosts) as parts:
                 version = checkpoint.version if checkpoint else 0
                 recorder = RunRecorder(
                     directory,
