@@ -319,6 +319,7 @@ def split(
     observations: bool = False,
     apart: torch.Tensor | None = None,
     members: Sequence[int] | None = None,
+    targets: torch.Tensor | None = None,
 ) -> list[Microbatch]:
     """Return microbatches that cover every segment of `batch` once, each of at most `max_tokens` slots.
 
@@ -326,6 +327,8 @@ def split(
     together while they fit. `observations` asks for log-probs of the environment's tokens too. Without
     `share_prefixes`, each segment has slots of its own: the same numbers for more work. Segments marked in `apart` [S]
     bool never share a microbatch with those that are not. `members` are the segments to cover; None is all of them.
+    `targets` [T] int64 is predicted at each marked token, given that token and those before it; without it a marked
+    token is predicted itself, given those before it.
     """
     tokens = batch.token_ids.numpy()
     bounds = batch.cu_seqlens.tolist()
@@ -350,7 +353,7 @@ def split(
             bins.append([segment])
             used = length
     wanted = batch.loss_mask | batch.observation_mask if observations else batch.loss_mask
-    return [_microbatch(batch, sorted(members), wanted.numpy(), share_prefixes) for members in bins]
+    return [_microbatch(batch, sorted(members), wanted.numpy(), share_prefixes, targets) for members in bins]
 
 
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
@@ -360,7 +363,9 @@ def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_prefixes: bool) -> Microbatch:
+def _microbatch(
+    batch: Batch, members: list[int], wanted: np.ndarray, share_prefixes: bool, targets: torch.Tensor | None
+) -> Microbatch:
     tokens = batch.token_ids.numpy()
     bounds = batch.cu_seqlens.tolist()
     rows = {s: tokens[bounds[s] : bounds[s + 1]] for s in members}
@@ -384,7 +389,13 @@ def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_pref
     lengths = [len(rows[s]) for s in members]
     slot_of_token = np.concatenate([slots[s] for s in members])
     scored = np.flatnonzero(wanted[token_index])
-    predict_slot, target_ids, prediction_index = _predictions(slot_of_token, tokens[token_index], scored)
+    # The one place where labels are shifted: the token at place t of a segment is predicted by the slot of place t - 1
+    # of the same segment, which `lay_out` guarantees to exist.
+    if targets is None:
+        slots_Q, targets_Q = slot_of_token[scored - 1], tokens[token_index][scored]
+    else:
+        slots_Q, targets_Q = slot_of_token[scored], targets.numpy()[token_index][scored]
+    predict_slot, target_ids, prediction_index = _predictions(slots_Q, targets_Q)
     return Microbatch(
         segment_index=torch.tensor(members, dtype=torch.int64),
         token_index=torch.from_numpy(token_index),
@@ -399,16 +410,9 @@ def _microbatch(batch: Batch, members: list[int], wanted: np.ndarray, share_pref
     )
 
 
-def _predictions(
-    slot_of_token: np.ndarray, token_ids: np.ndarray, scored: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (predict_slot [P], target_ids [P], prediction_index [Q]): the one place where labels are shifted.
-
-    The token at place t of a segment is predicted by the slot of place t - 1 of the same segment, which `lay_out`
-    guarantees to exist. Equal pairs of slot and target are computed once.
-    """
-    pairs = np.stack([slot_of_token[scored - 1], token_ids[scored]], axis=1)
-    unique, inverse = np.unique(pairs, axis=0, return_inverse=True)
+def _predictions(slots_Q: np.ndarray, targets_Q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (predict_slot [P], target_ids [P], prediction_index [Q]): equal pairs of slot and target once."""
+    unique, inverse = np.unique(np.stack([slots_Q, targets_Q], axis=1), axis=0, return_inverse=True)
     return unique[:, 0].copy(), unique[:, 1].copy(), inverse.reshape(-1)
 
 

@@ -30,6 +30,7 @@ LAYERS = (
         "asyncrl.run_gateway",
         "asyncrl.run_roles",
         "asyncrl.role_services",
+        "asyncrl.tinker.running",
         "asyncrl.metrics",
         "asyncrl.progress",
         "asyncrl.recording",
@@ -167,9 +168,10 @@ DATES = {
     "asyncrl.sandbox.layers",
     "asyncrl.gateway.openai",
     "asyncrl.roles.clocks",
+    "asyncrl.tinker.passages",
 }
 """Modules that read the wall clock: for the date of a record, of an answer, of a chat template that shows one, of a
-copied file, and to say how far another host's is off."""
+copied file, of a saved model, and to say how far another host's is off."""
 
 WALL_CLOCK = ("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime", "time.strftime")
 WALL_CLOCK += ("time.CLOCK_REALTIME", "datetime.now", "datetime.utcnow", "datetime.today", "date.today", "getmtime")

@@ -5,6 +5,7 @@
   asyncrl serve atropos --directory queue
   asyncrl serve atropos-environment configs/demo.toml --to http://127.0.0.1:8000
   asyncrl serve gateway configs/demo.toml --access-file access.json --trajectories done.jsonl
+  asyncrl serve tinker configs/demo.toml --directory adapters --token-file token
 
 `environment` plays an environment for runs whose [environment] has name = "served", this machine's address in `urls`
 and the same token: its dependencies are needed here alone. Each run brings its options and its tokenizer. The protocol
@@ -15,6 +16,8 @@ is not encrypted: on a network that others can listen to, put it into a tunnel.
 
 `gateway` serves a model to agents that ask over HTTP, without a run; see asyncrl/gateway/GATEWAY.md.
 
+`tinker` trains and samples LoRA adapters of many people's training loops on one base; see asyncrl/tinker/TINKER.md.
+
 All listen on this machine alone unless --host, or host in [gateway], says otherwise.
 """
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 
-from asyncrl.commands import serve_atropos, serve_atropos_environment, serve_environment, serve_gateway
+from asyncrl.commands import serve_atropos, serve_atropos_environment, serve_environment, serve_gateway, serve_tinker
 
 HELP = "serve an environment to runs elsewhere, Atropos environments and trainers, or agents"
 
@@ -30,7 +33,7 @@ HELP = "serve an environment to runs elsewhere, Atropos environments and trainer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     services = parser.add_subparsers(title="services", metavar="SERVICE", required=True)
-    for service in (serve_environment, serve_atropos, serve_atropos_environment, serve_gateway):
+    for service in (serve_environment, serve_atropos, serve_atropos_environment, serve_gateway, serve_tinker):
         service.add_service(services)
 
 

@@ -197,6 +197,15 @@ def add_adapter(model: Any, settings: LoraSettings, adapter: str = ADAPTER) -> L
     return config
 
 
+def remove_adapter(model: Any, adapter: str) -> None:
+    """Take an adapter, which `add_adapter` put there, and its factors off a model."""
+    for _, layer in _layers(model):
+        if adapter in layer.lora_A:
+            _switch(layer, [])
+            layer.delete_adapter(adapter)
+    del model.peft_config[adapter]
+
+
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Leave all adapters out of the passes that are made inside."""
