@@ -20,7 +20,7 @@ from asyncrl import wire
 from asyncrl.dealing import deal
 from asyncrl.errors import ConfigError
 from asyncrl.learner.credit import select
-from asyncrl.learner.ranks import check_same
+from asyncrl.learner.ranks import check_same, device_of
 from asyncrl.learner.settings import LearnerSettings
 from asyncrl.packing import split
 
@@ -182,6 +182,20 @@ def test_ranks_of_different_versions_are_refused_by_name() -> None:
     check_same([wire.encode(ours), wire.encode(ours)])
     with pytest.raises(ConfigError, match=r"rank 2 has torch 2\.12\.0 and not 2\.13\.0"):
         check_same([wire.encode(ours), wire.encode(ours), wire.encode({**ours, "torch": "2.12.0"})])
+
+
+def test_uneven_devices_are_refused_by_name() -> None:
+    ours = {"device": "cuda", "GPU": "H200", "GPU memory": "139.8 GiB"}
+    check_same([wire.encode(ours)] * 2, "compute on devices of one kind")
+    others = {
+        "GPU A100 and not H200, GPU memory 39.4 GiB": {**ours, "GPU": "A100", "GPU memory": "39.4 GiB"},
+        "GPU missing and not H200, GPU memory missing and not 139.8 GiB, device cpu and not cuda": device_of(
+            torch.device("cpu")
+        ),
+    }
+    for words, theirs in others.items():
+        with pytest.raises(ConfigError, match=rf"rank 1 has {words}.* as rank 0 has: .* devices of one kind"):
+            check_same([wire.encode(ours), wire.encode(theirs)], "compute on devices of one kind")
 
 
 @pytest.mark.slow

@@ -46,8 +46,7 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, N, H, D], None) for query [1, H, N, D], key and value [1, J, N, D]; differentiable.
 
-    `blocks` reaches this function through the model's keyword arguments. Where they hold some of the slots only, there
-    are as many queries and results, in the blocks' order.
+    Where `blocks` hold some of the slots only, there are as many queries and results, in the blocks' order.
     """
     assert attention_mask is None
     assert query.shape[0] == 1

@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention import tree_attention
-from asyncrl.learner.context import Gather
+from asyncrl.learner.context import Tree
 from asyncrl.packing import AttentionBlock
 
 _PREFIX = "asyncrl_"
@@ -65,19 +65,25 @@ def choose(kind: str, device: torch.device, dtype: torch.dtype) -> str:
     return kind
 
 
-def register(name: str) -> str:
-    """Make the implementation `name` known to transformers, and return what it is called there; may be called again."""
-    AttentionInterface.register(_PREFIX + name, implementation(name))
-    return _PREFIX + name
+def register(name: str, *, compiled: bool = False) -> str:
+    """Make the implementation `name` known to transformers, and return what it is called there; may be called again.
+
+    Where layers are `compiled` it is left out of their programs.
+    """
+    function, called = _of_a_tree(implementation(name)), _PREFIX + name
+    if compiled:
+        function, called = torch.compiler.disable(function), f"{called}_apart"
+    AttentionInterface.register(called, function)
+    return called
 
 
 def implementation(name: str) -> Attention:
     """Return what computes it, called as `tree_attention` is."""
-    return gathering(_KINDS[name])
+    return _KINDS[name]
 
 
-def gathering(function: Attention) -> Attention:
-    """Return what first gathers the keys and values of ranks that read one microbatch between them."""
+def _of_a_tree(function: Attention) -> Attention:
+    """Return what transformers calls: with the keys and values of all ranks that read one microbatch between them."""
 
     def attention(
         module: torch.nn.Module,
@@ -86,12 +92,12 @@ def gathering(function: Attention) -> Attention:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        gather: Gather | None = None,
+        tree: Tree,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        if gather is not None:
-            key, value = gather(key, value)
-        return function(module, query, key, value, attention_mask, **options)
+        if tree.gather is not None:
+            key, value = tree.gather(key, value)
+        return function(module, query, key, value, attention_mask, blocks=tree.blocks, **options)
 
     return attention
 

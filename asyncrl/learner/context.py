@@ -27,6 +27,18 @@ Gather = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 """From this rank's keys and values [1, J, n, D] to those of all slots [1, J, N, D], differentiable."""
 
 
+class Tree:
+    """How the slots of a pass see each other, as it goes through a model's layers to the attention.
+
+    An object of no structure that a compiler could look into: its programs are for trees of any shape.
+    """
+
+    def __init__(self, blocks: tuple[AttentionBlock, ...], gather: Gather | None = None) -> None:
+        """`gather` is given where the slots are those of one rank, of several that read one microbatch."""
+        self.blocks = blocks
+        self.gather = gather
+
+
 class Context:
     """The ranks that read one microbatch between them, as one of them sees it. A single one reads it all."""
 

@@ -202,6 +202,7 @@ def open_critic(job: LearnerJob, policy: PolicyModel, device: torch.device, *, r
                 head_dtype=None,
                 gradient_checkpointing=settings.gradient_checkpointing,
                 attention=settings.attention,
+                compiled=settings.compiled_by,
             )
             return ModelCritic(settings, body, device, ranks)
         case "head":

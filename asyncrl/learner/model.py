@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.learner import norm
 from asyncrl.learner.attention_kinds import choose, register
-from asyncrl.learner.context import Gather
+from asyncrl.learner.compiling import compile_layers
+from asyncrl.learner.context import Gather, Tree
 from asyncrl.learner.head import logprobs_and_entropy
 from asyncrl.packing import Microbatch, nothing, to_device, unpack
 
@@ -145,8 +146,7 @@ def hidden_states(body: torch.nn.Module, microbatch: Microbatch, gather: Gather 
         input_ids=microbatch.tree_token_ids.unsqueeze(0),
         position_ids=microbatch.tree_position_ids.unsqueeze(0),
         use_cache=False,
-        blocks=microbatch.blocks,
-        gather=gather,
+        tree=Tree(microbatch.blocks, gather),
     ).last_hidden_state[0]
     predicting: torch.Tensor = states.index_select(0, microbatch.predict_slot)
     return predicting
@@ -161,23 +161,24 @@ def load_model(
     head_dtype: torch.dtype | None = torch.float32,
     gradient_checkpointing: bool = False,
     attention: str = "auto",
+    compiled: str = "",
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> PolicyModel:
-    """Return the model in `directory`; `weights` replace its own, name by name.
+    """Return the model in `directory`, layers `compiled` by that backend of torch.compile; `weights` replace its own.
 
     Raises: ConfigError where there are no weights, or the architecture needs what the learner does not compute.
     """
     chosen = choose(attention, device, dtype)
-    model = torch.nn.Module.to(read_model(directory, dtype=dtype, attention=chosen), device)
+    model = torch.nn.Module.to(read_model(directory, dtype=dtype, attention=chosen, compiled=compiled), device)
     if weights is not None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
-    prepare(model, gradient_checkpointing=gradient_checkpointing)
+    prepare(model, gradient_checkpointing=gradient_checkpointing, compiled=compiled)
     return PolicyModel(model, temperature=temperature, head_dtype=head_dtype)
 
 
-def read_model(directory: Path, *, dtype: torch.dtype, attention: str) -> Any:
+def read_model(directory: Path, *, dtype: torch.dtype, attention: str, compiled: str = "") -> Any:
     """Return transformers' own model of `directory`, on the CPU, with the `attention` of `attention_kinds`.
 
     Raises: ConfigError as `load_model`.
@@ -186,19 +187,29 @@ def read_model(directory: Path, *, dtype: torch.dtype, attention: str) -> Any:
     config = AutoConfig.from_pretrained(directory)
     _check_architecture(config, directory)
     model = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=dtype, attn_implementation=register(attention), local_files_only=True
+        directory,
+        config=config,
+        dtype=dtype,
+        attn_implementation=register(attention, compiled=bool(compiled)),
+        local_files_only=True,
     )
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{directory}: the LM head has a bias, which the learner does not compute")
     return model
 
 
-def prepare(model: Any, *, gradient_checkpointing: bool) -> None:
-    """Make a model of transformers the learner's: no dropout, norms of our own, activations as asked."""
+def prepare(model: Any, *, gradient_checkpointing: bool, compiled: str = "") -> None:
+    """Make a model of transformers the learner's: no dropout, our own norms or layers compiled, activations as asked.
+
+    Raises: ConfigError where layers cannot be compiled.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    norm.install(model)
+    if compiled:
+        compile_layers(model, compiled)  # which fuses the norms as they are
+    else:
+        norm.install(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only

@@ -28,6 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner import checkpoint
 from asyncrl.learner.attention_kinds import choose
 from asyncrl.learner.canary import canary_logprobs
+from asyncrl.learner.compiling import check_compiler
 from asyncrl.learner.critic_kinds import open_critic
 from asyncrl.learner.model import PolicyModel, load_model
 from asyncrl.learner.offload import Offload
@@ -55,6 +56,9 @@ class Learner:
         self._job = job
         self._ranks = ranks
         device = _device(settings.device, ranks)
+        ranks.check_devices(device)
+        if settings.compile:
+            check_compiler(device.type == "cuda")
         resumed = Path(job.resume_from) if job.resume_from else None
         state = checkpoint.load(resumed, ranks=ranks) if resumed else None
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -67,6 +71,7 @@ class Learner:
             head_dtype=torch.float32 if settings.head_dtype == "float32" else None,
             gradient_checkpointing=settings.gradient_checkpointing,
             attention=settings.attention,
+            compiled=settings.compiled_by,
         )
         self._optimizer = Optimizer(self._model.tensors(), settings, ranks=ranks)
         if state is not None:

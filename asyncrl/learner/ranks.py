@@ -95,6 +95,13 @@ class Ranks:
         share, place = divmod(self.place.rank, size)
         self.context = Context(place, size, groups[share])
 
+    def check_devices(self, device: torch.device) -> None:
+        """Raise ConfigError where the others compute on another kind of device than this one; all ranks call it."""
+        if self.count > 1:
+            check_same(
+                self.gather(wire.encode(device_of(device))), "compute on devices of one kind and size ([learner])"
+            )
+
     @property
     def num_shares(self) -> int:
         """Into how many shares a batch is dealt."""
@@ -247,8 +254,16 @@ def versions() -> dict[str, str]:
     return {"asyncrl": __version__, "python": python, **{name: metadata.version(name) for name in _PACKAGES}}
 
 
-def check_same(given: Sequence[bytes]) -> None:
-    """Raise ConfigError naming what differs from the first rank's, of `versions` as every rank encoded them."""
+def device_of(device: torch.device) -> dict[str, str]:
+    """Return what of the devices must be alike, by name: each rank holds as much, and all wait for the slowest."""
+    if device.type != "cuda":
+        return {"device": device.type}
+    found = torch.cuda.get_device_properties(device)
+    return {"device": device.type, "GPU": found.name, "GPU memory": f"{found.total_memory / 2**30:.1f} GiB"}
+
+
+def check_same(given: Sequence[bytes], must: str = "run the same versions") -> None:
+    """Raise ConfigError naming what differs from the first rank's, of a table that every rank encoded."""
     first: Mapping[str, str] = wire.decode(given[0], dict[str, str])
     for rank, data in enumerate(given[1:], start=1):
         theirs: Mapping[str, str] = wire.decode(data, dict[str, str])
@@ -258,6 +273,4 @@ def check_same(given: Sequence[bytes]) -> None:
             if theirs.get(name) != first.get(name)
         ]
         if differing:
-            raise ConfigError(
-                f"learner rank {rank} has {', '.join(differing)} as rank 0 has: all ranks must run the same versions"
-            )
+            raise ConfigError(f"learner rank {rank} has {', '.join(differing)} as rank 0 has: all ranks must {must}")

@@ -97,6 +97,9 @@ class LearnerSettings:
     """Trains adapters instead of the whole model."""
     gradient_checkpointing: bool = False
     """Compute each layer again in the backward pass: a third more work, activations of one layer in memory."""
+    compile: bool = False
+    """Let torch.compile make programs of the layers: some tens of seconds in the first step, for all trees of tokens
+    and numbers of them. It needs a C++ compiler, on a GPU triton too. Results are the same within rounding."""
     ranks: int = 1
     """Processes that hold the model between them (FSDP2), and any reference, teacher or value model too: each keeps its
     part of weights and optimizer, and reads its share of every batch. On GPUs each takes one. Adapters: 1."""
@@ -124,6 +127,11 @@ class LearnerSettings:
     def resolved_loss(self) -> LossSettings:
         """The loss with its settings, checked."""
         return resolve(self.loss, **self.loss_settings)
+
+    @property
+    def compiled_by(self) -> str:
+        """The backend of torch.compile, empty for none."""
+        return "inductor" if self.compile else ""
 
     @property
     def compares_groups(self) -> bool:
@@ -190,6 +198,10 @@ class LearnerSettings:
             self._check_context(loss)
 
     def _check_lora(self) -> None:
+        if self.compile:
+            raise ConfigError(
+                "compile = true ([learner]) compiles no adapters, and enabled = true ([learner.lora]): leave one out"
+            )
         whole = {
             'kind = "model" ([learner.critic])': self.critic.kind == "model",
             f"ema_rate = {self.teacher.ema_rate} ([learner.teacher])": self.teacher.ema_rate > 0,

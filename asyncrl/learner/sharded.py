@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.attention_kinds import choose, register
+from asyncrl.learner.compiling import layers_of
 from asyncrl.learner.context import Context, Gather
 from asyncrl.learner.model import PolicyModel, hidden_states, prepare, read_model
 from asyncrl.learner.ranks import Ranks
@@ -88,6 +89,7 @@ def load_sharded(
     head_dtype: torch.dtype | None,
     gradient_checkpointing: bool,
     attention: str,
+    compiled: str = "",
     frozen: bool = False,
     with_head: bool = True,
     adapt: Callable[[Any], None] | None = None,
@@ -100,10 +102,10 @@ def load_sharded(
     Raises: ConfigError as `load_model`, and for an architecture that does not say what a layer is.
     """
     chosen = choose(attention, device, dtype)
-    whole = read_model(directory, dtype=dtype, attention=chosen) if ranks.is_first else None
+    whole = read_model(directory, dtype=dtype, attention=chosen, compiled=compiled) if ranks.is_first else None
     told = b"" if whole is None else whole.config.to_json_string().encode()
-    model = _without_weights(json.loads(ranks.pass_on(told)), dtype, chosen)
-    prepare(model, gradient_checkpointing=gradient_checkpointing)
+    model = _without_weights(json.loads(ranks.pass_on(told)), dtype, register(chosen, compiled=bool(compiled)))
+    prepare(model, gradient_checkpointing=gradient_checkpointing, compiled=compiled)
     wide = torch.promote_types(dtype, torch.float32)
     model.requires_grad_(adapt is None and not frozen)
     if adapt is not None:
@@ -125,12 +127,12 @@ def load_sharded(
 def _without_weights(config: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), dtype=dtype, attn_implementation=register(attention)
+            AutoConfig.for_model(**config), dtype=dtype, attn_implementation=attention
         )
 
 
 def _shard(model: Any, ranks: Ranks, dtype: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
-    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    layers: list[Any] = list(layers_of(model))
     if not layers:
         raise ConfigError(f"{type(model).__name__} does not say what a layer is; use ranks = 1 ([learner])")
     mesh = init_device_mesh(device.type, (ranks.count,))

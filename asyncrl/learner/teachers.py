@@ -276,6 +276,7 @@ def _frozen(job: LearnerJob, path: Path, device: torch.device, ranks: Ranks) -> 
         head_dtype=torch.float32 if job.learner.head_dtype == "float32" else None,
         gradient_checkpointing=False,
         attention=job.learner.attention,
+        compiled=job.learner.compiled_by,
     )
     model.model.requires_grad_(False)
     return model
