@@ -5,6 +5,12 @@ TINKER_BASE_URL=http://127.0.0.1:8797 TINKER_API_KEY=tml-TOKEN python tinker_sdk
 
 from __future__ import annotations
 
+import os
+import sys
+
+if not os.environ.get("TINKER_BASE_URL", "").startswith("http://127.0.0.1:"):
+    sys.exit("TINKER_BASE_URL must name a service of this machine: without it the SDK speaks to its makers' own")
+
 import tinker
 from tinker import types
 

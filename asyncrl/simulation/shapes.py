@@ -185,7 +185,7 @@ class SandboxShape(_Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrchestratorShape(_Section):
-    """The process of the loop, and those that rollouts were given away to. Defaults are measured: see CLUSTERS.md."""
+    """The process of the loop, and those that rollouts were given away to; CLUSTERS.md says what its defaults are."""
 
     _section = "orchestrator"
 
