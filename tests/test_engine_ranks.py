@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +81,26 @@ async def guesses(rig: Rig) -> tuple[float, float]:
     return counts["draft"], counts["accepted"]
 
 
+@asynccontextmanager
+async def asked_again_and_again(
+    rig: Rig, prompts: Sequence[TokenIds], *, max_tokens: int
+) -> AsyncIterator[list[tuple[TokenIds, Completion]]]:
+    """Have requests under way all the time, however fast the server is; each prompt and completion is in the list."""
+    completions: list[tuple[TokenIds, Completion]] = []
+    ended = trio.Event()
+
+    async def ask(prompt: TokenIds, place: int) -> None:
+        while not ended.is_set():
+            one = await rig.pool.sample(prompt, max_tokens=max_tokens, trajectory_id=f"t-{place}")
+            completions.append((prompt, one))
+
+    async with trio.open_nursery() as nursery:
+        for place, prompt in enumerate(prompts):
+            nursery.start_soon(ask, prompt, place)
+        yield completions
+        ended.set()
+
+
 def test_guessed_tokens_are_distributed_as_without_guesses_and_have_the_log_probs_of_that(server: Server) -> None:
     """Kills: guesses that are always accepted, log-probs of a step's last token alone."""
 
@@ -105,23 +126,19 @@ def test_guessed_tokens_are_distributed_as_without_guesses_and_have_the_log_prob
 def test_labels_are_exact_where_a_step_brings_several_tokens_and_each_rank_holds_the_version(server: Server) -> None:
     async def body(rig: Rig) -> None:
         prompts = [prompt_of(f"long {place} " + "." * place) for place in range(6)]
-        completions: dict[int, Completion] = {}
-
-        async def ask() -> None:
-            completions.update(await sample_many(rig.pool, prompts, 300))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await wait_begun(rig.engine, 6)
+        async with asked_again_and_again(rig, prompts, max_tokens=300) as completions:
             for version in (2, 3):
+                await wait_begun(rig.engine, 6)
                 report = await rig.engine.pull(rig.publish(version, sure_of_few(rig, version)))
                 assert report.num_bytes == 2 * sum(tensor.nbytes for tensor in rig.versions[version].values())
                 reports = await rig.engine.control.reports()
                 assert [(held["version"], held["placed"]) for held in reports] == [(version, "exchange")] * 2
-        assert any(len(completion.spans) >= 3 for completion in completions.values())
-        for place, completion in completions.items():
+        met = [{span.version for span in completion.spans} for _, completion in completions]
+        assert any(len(versions & {2, 3}) == 2 for versions in met)
+        assert any(len(versions - {3}) == 2 for versions in met)
+        for prompt, completion in completions:
             assert len(completion.token_ids) == 300
-            assert_labels_tell_the_truth(rig, prompts[place], completion)
+            assert_labels_tell_the_truth(rig, prompt, completion)
 
     run(server, body, extra=OF_TWO_RANKS.extra)
 
@@ -158,20 +175,14 @@ def test_an_end_token_that_was_guessed_ends_the_completion_there(server: Server)
 def test_keys_and_values_are_computed_again_under_guessed_tokens(server: Server) -> None:
     async def body(rig: Rig) -> None:
         prompts = [prompt_of(f"again {place} " + "." * 30) for place in range(4)]
-        completions: dict[int, Completion] = {}
         manifest = rig.publish(2, sure_of_few(rig, 2))
-
-        async def ask() -> None:
-            completions.update(await sample_many(rig.pool, prompts, 250))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
+        async with asked_again_and_again(rig, prompts, max_tokens=250) as completions:
             await wait_begun(rig.engine, 4)
             await rig.engine.pull(manifest)
-        assert any(len(completion.spans) == 2 for completion in completions.values())
-        for place, completion in completions.items():
+        assert any(len(completion.spans) == 2 for _, completion in completions)
+        for prompt, completion in completions:
             assert len(completion.token_ids) == 250
-            assert_labels_tell_the_truth(rig, prompts[place], completion, recomputed=True)
+            assert_labels_tell_the_truth(rig, prompt, completion, recomputed=True)
 
     run(server, body, extra=OF_TWO_RANKS.extra, kv_on_sync=KVOnSync.RECOMPUTE)
 
