@@ -1,4 +1,7 @@
-"""The client against a scripted server: nothing that cannot be right is believed, nothing that arrived is lost."""
+"""The client against a scripted server: nothing that cannot be right is believed, nothing that arrived is lost.
+
+Long because one script of a server, and the client that asks it, serve every test; other tests import both.
+"""
 
 from __future__ import annotations
 

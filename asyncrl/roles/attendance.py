@@ -187,7 +187,7 @@ class _Attendance:
                 raise EOFError("it closed the connection without a word: does it want TLS (--tls-ca)?")
             if isinstance(answer, messages.Refused):
                 raise ConfigError(f"the orchestrator refuses {self._role.kind} {self._door.name}: {answer.reason}")
-        except BaseException:
+        except BaseException:  # until it is returned, nobody else closes the stream; raised again
             await trio.aclose_forcefully(stream)
             raise
         return stream, answer
