@@ -9,6 +9,7 @@ scheduler paused; with the last tag (`kv_cache`) it goes on by itself. New reque
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import trio
@@ -35,7 +36,7 @@ class Nap:
             request.scope.deadline = now + left_s
 
 
-class Napping:
+class Napping(ABC):
     """What a client of a server that can sleep has besides: `sleep`, and the nap that its next pull ends."""
 
     name: str
@@ -66,11 +67,11 @@ class Napping:
             self.nap.end()
         self.nap = None
 
+    @abstractmethod
     def hold_requests(self) -> None:
         """Send no new request until the next pull is over."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def settings(self) -> EngineSettings:
         """What is set of it."""
-        raise NotImplementedError
