@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.durable import fsync
 from asyncrl.errors import CheckpointError
 from asyncrl.types import PolicyVersion
 
@@ -79,7 +80,7 @@ class CheckpointStore:
         if final.exists():  # left by a run that was resumed from an older checkpoint
             shutil.rmtree(final)
         partial.rename(final)
-        _fsync_directory(self._directory)
+        fsync(self._directory)
         for old in self.versions()[: -self._keep]:
             shutil.rmtree(self._directory / f"{_PREFIX}{old}")
         return Checkpoint(directory=final, version=version, state=state)
@@ -168,11 +169,3 @@ def _read_json(path: Path) -> Any:
         raise CheckpointError(f"checkpoint {path.parent}: {path.name} is missing") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"checkpoint {path.parent}: {path.name} is broken: {error}") from None
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

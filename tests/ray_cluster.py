@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from process_tree import descendants
+
 from asyncrl import keeper
 from asyncrl.engines import free_port
 
@@ -40,15 +42,7 @@ class Node:
 
     def descendants(self) -> dict[int, str]:
         """Return pid -> command line of every process of the node."""
-        found: dict[int, str] = {}
-        parents = [self.process.pid]
-        while parents:
-            parent = parents.pop()
-            for task in Path(f"/proc/{parent}/task").glob("*/children"):
-                for child in map(int, task.read_text().split()):
-                    found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    parents.append(child)
-        return found
+        return descendants(self.process.pid)
 
     def kill(self) -> None:
         """Kill every process of the node, as when its host loses power: none is told beforehand."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from process_tree import descendants
 from tiny_model import build_tiny_model
 from tiny_run import write_config
 
@@ -84,19 +85,6 @@ def _running(config: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[s
         run.kill()
         run.wait()
         run.stdout.close()
-
-
-def _descendants(pid: int) -> dict[int, str]:
-    """Return pid -> command line of every process below `pid`."""
-    found: dict[int, str] = {}
-    parents = [pid]
-    while parents:
-        parent = parents.pop()
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            for child in map(int, task.read_text().split()):
-                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                parents.append(child)
-    return found
 
 
 def _wait_gone(pids: Sequence[int], timeout_s: float) -> None:
@@ -244,7 +232,7 @@ def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing(config: Path, directo
             check=True,
         )
         assert json.loads(report.stdout)["state"] == "running"
-        processes = _descendants(run.pid)
+        processes = descendants(run.pid)
         run.send_signal(signal.SIGINT)
         assert run.wait(timeout=60) == 130
         _wait_gone(list(processes), 1.0)
@@ -276,7 +264,7 @@ def _check_scrape(lines: Sequence[str]) -> None:
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(config: Path, directory: RunDirectory) -> None:
     before = _shared_memory()
     with _running(config, "--set", "run.steps=1000", "--set", "evaluation.before=false") as (run, _):
-        processes = _descendants(run.pid)
+        processes = descendants(run.pid)
         run.send_signal(signal.SIGINT)
         assert run.stdout is not None
         for line in run.stdout:
@@ -294,7 +282,7 @@ def test_kill_9_of_the_orchestrator_leaves_nothing_and_the_run_goes_on(config: P
     with _running(config, "--set", "run.steps=1000", *settings) as (run, _):
         assert run.stdout is not None
         run.stdout.readline()  # the second step: the checkpoint of the first is whole
-        processes = _descendants(run.pid)
+        processes = descendants(run.pid)
         run.kill()
         run.wait()
         _wait_gone(list(processes), 20.0)
@@ -311,7 +299,7 @@ def test_a_child_that_dies_is_named_with_its_last_lines(
     before = _shared_memory()
     settings = ("--set", "run.steps=1000", "--set", "evaluation.before=false", "--set", "engine.restarts=0")
     with _running(config, *settings) as (run, lines):
-        processes = _descendants(run.pid)
+        processes = descendants(run.pid)
         os.kill(_one(processes, victim), signal.SIGKILL)
         assert run.stdout is not None
         lines += run.stdout
@@ -331,7 +319,7 @@ def test_a_learner_of_two_ranks_trains_ends_by_name_with_one_of_them_and_goes_on
     with _running(config, "--set", "run.steps=1000", "--set", "learner.ranks=2", *settings) as (run, lines):
         assert run.stdout is not None
         lines.append(run.stdout.readline())  # the second step: the checkpoint of the first is whole
-        processes = _descendants(run.pid)
+        processes = descendants(run.pid)
         os.kill(_one(processes, "--rank 1 --ranks 2"), signal.SIGKILL)
         lines += run.stdout
         assert run.wait(timeout=60) == 1
@@ -354,14 +342,14 @@ def test_an_engine_that_is_killed_is_started_again_and_the_run_goes_on_to_its_en
     settings = ("--set", "run.steps=5", "--set", "evaluation.before=false", "--set", "engine.restarts=1")
     settings += ("--set", "environment.options.episode_timeout_s=600")  # a start can take minutes on a busy machine
     with _running(config, *settings) as (run, lines):
-        first = _descendants(run.pid)
+        first = descendants(run.pid)
         os.kill(_one(first, "vllm.entrypoints"), signal.SIGKILL)
         assert run.stdout is not None
         for line in run.stdout:
             lines.append(line)
             if line.startswith("step 3"):
                 break
-        processes = first | _descendants(run.pid)
+        processes = first | descendants(run.pid)
         lines += run.stdout
         assert run.wait(timeout=120) == 0
         _wait_gone(list(processes), 1.0)

@@ -13,7 +13,6 @@ Safetensors hold arrays and nothing else, so a checkpoint from elsewhere runs no
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from asyncrl.durable import fsync
 from asyncrl.errors import CheckpointError, WeightSyncError
 from asyncrl.learner import sharded_checkpoint
 from asyncrl.learner.critic import Critic, check_kind
@@ -113,7 +113,7 @@ def save(
         (learner / _STATE).write_text(json.dumps(state), encoding="utf-8")
         written = [path for folder in (model, learner) for path in sorted(folder.rglob("*")) if path.is_file()]
         for path in (*written, *{path.parent for path in written}, directory):
-            _fsync(path)
+            fsync(path)
     except (OSError, SafetensorError, WeightSyncError) as error:
         raise CheckpointError(f"cannot write the checkpoint {directory}: {error}") from error
     return {str(path.relative_to(directory)): path.stat().st_size for path in written}
@@ -209,11 +209,3 @@ def _load_tensors(path: Path, directory: Path) -> dict[str, torch.Tensor]:
         return dict(load_file(path))
     except SafetensorError as error:
         raise CheckpointError(f"checkpoint {directory}: {name} is broken: {error}") from None
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ A directory is filled beside its place and renamed into it, so that a kill leave
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from asyncrl.durable import fsync
 from asyncrl.errors import CheckpointError
 from asyncrl.tinker.adapters import Adapted, Adapters, set_factors
 from asyncrl.tinker.orders import AdapterShape
@@ -62,12 +62,12 @@ def save(directory: Path, adapters: Adapters, model: Adapted, *, optimizer: bool
         )
         (partial / STATE).write_bytes(msgspec.json.encode(state))
         for path in (*partial.iterdir(), partial):
-            _fsync(path)
+            fsync(path)
         replaced = directory.with_name(directory.name + REPLACED)
         if directory.exists():
             directory.rename(replaced)
         partial.rename(directory)
-        _fsync(directory.parent)
+        fsync(directory.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
     except (OSError, SafetensorError) as error:
@@ -120,11 +120,3 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path.parent.name}/{path.name}: {error}") from error
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
