@@ -295,16 +295,15 @@ def test_the_command_speaks_to_programs_and_replays(capsys: pytest.CaptureFixtur
     assert "steps an hour, real loop" in capsys.readouterr().out
 
 
-def test_help_and_page_document_every_setting() -> None:
+def test_help_says_what_every_setting_is() -> None:
     help_text = settings_help()
+    named = [name for name, _, _ in sections()]
+    assert named == [name for name in ClusterShape.__dataclass_fields__ if name != "buffer"]
     for name, words, rows in sections():
         assert words
         assert f"[{name}]" in help_text
         for setting, _, what in rows:
-            assert what or setting in ("count", "ranks", "parameters") or setting.endswith(("_factor", "_steps")), (
-                setting
-            )
-            assert re.search(rf"^ +{setting} \(", help_text, re.M), setting
+            assert what, setting
 
 
 def test_the_shipped_clusters_are_of_8_to_10000_gpus() -> None:

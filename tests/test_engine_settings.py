@@ -67,6 +67,7 @@ def test_sampling_that_would_bias_the_ratio_is_refused_with_the_reason(settings:
             {"extra": {"tensor_parallel_size": 2}, "devices": ("0",)},
             r"devices must name 2 for each server.*got '0'.*\"0,1\", \"2,3\"",
         ),
+        ({"extra": {"spec-method": "eagle3"}}, "extra may not set spec_method.*speculative_config"),
         ({"extra": {"speculative_config": "ngram"}}, "speculative_config must be a table, got 'ngram'"),
         (
             {"extra": {"speculative_config": {"method": "eagle3", "model": "m"}}},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -89,6 +90,9 @@ def _other_side(run: Side) -> Iterator[socket.socket]:
         ours.close()
         try:
             run(theirs)
+        except BaseException:  # raised again: a fork that has ended early says why
+            sys.excepthook(*sys.exc_info())
+            raise
         finally:
             os._exit(0)
     theirs.close()
@@ -123,7 +127,7 @@ def _send_frames(end: socket.socket, payload: bytes, count: int) -> None:
 async def _read_frames(stream: trio.SocketStream, count: int) -> None:
     reader = wire.Reader(stream)
     for _ in range(count):
-        await reader.receive_frame()
+        assert await reader.receive_frame() is not None, "the other side has ended"
 
 
 async def _send_batches(stream: trio.SocketStream, data: bytes, count: int) -> None:
@@ -184,7 +188,9 @@ async def _send_batches_plain(stream: trio.SocketStream, num_bytes: int, count: 
 async def _read_async(stream: trio.SocketStream, num_bytes: int) -> None:
     got = 0
     while got < num_bytes:
-        got += len(await stream.receive_some(2**16))
+        chunk = await stream.receive_some(2**16)
+        assert chunk, "the other side has ended"
+        got += len(chunk)
 
 
 def _read(end: socket.socket, view: memoryview) -> bool:

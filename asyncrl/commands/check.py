@@ -94,7 +94,7 @@ def _on_ray(config: Config) -> dict[str, Any]:
     ray = config.ray
     plan: dict[str, Any] = {"placed by": f"Ray at {ray.address}, {ray.strategy.value}"}
     if not config.engine.urls and config.samples:
-        plan["engines"] = f"{config.engine.count} vLLM server{'s' * (config.engine.count > 1)}, on Ray"
+        plan["engines"] = process_plan(config)["engines"].replace("started here", "on Ray")
     if ray.sandboxes:
         plan["sandboxes"] = f"{config.sandbox.backend}, by {ray.sandboxes} servers on Ray"
     if ray.environments:

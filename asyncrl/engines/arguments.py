@@ -58,6 +58,8 @@ def check_arguments(extra: Mapping[str, Any]) -> None:
             _refuse(name, _OURS[name])
         if name.startswith("data_parallel"):
             _refuse(name, _DATA_PARALLEL)
+        if name.startswith("spec_"):  # vLLM's other words for parts of it
+            _refuse(name, "set speculative_config, whose method is checked")
         if name.endswith("_parallel_size") and not (isinstance(value, int) and value >= 1):
             raise ConfigError(f"{name} must be a whole number >= 1, got {value!r} ([engine] extra)")
     _check_speculation(_named(extra).get("speculative_config"))

@@ -102,7 +102,7 @@ class LearnerSettings:
     and numbers of them. It needs a C++ compiler, on a GPU triton too. Results are the same within rounding."""
     ranks: int = 1
     """Processes that hold the model between them (FSDP2), and any reference, teacher or value model too: each keeps its
-    part of weights and optimizer, and reads its share of every batch. On GPUs each takes one. Adapters: 1."""
+    part of weights and optimizer, and reads its share of every batch. On GPUs each takes one."""
     context_parallel: int = 1
     """How many of the ranks read one microbatch between them, each a part of its tokens; `ranks` is a multiple. For
     segments whose activations one rank cannot hold: only keys and values of a layer are whole on each."""

@@ -157,5 +157,5 @@ def _sampling_times(tokens: Lognormal, rate: SharedRate) -> Array:
             sampling += np.where(ages >= 0.0, np.interp(ages, times, longer, right=0.0), 0.0)
         pace = np.maximum(1.0 / rate.request_rate, np.minimum(sampling * rate.together, rate.most) / rate.capacity)
         after = np.concatenate([[0.0], np.cumsum(np.diff(lengths) * (pace[1:] + pace[:-1]) / 2)])
-        times = (times + after) / 2 if len(after) else after
+        times = (times + after) / 2
     return times[1:]

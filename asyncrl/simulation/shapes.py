@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -198,8 +199,6 @@ class OrchestratorShape(_Section):
     message_ms: float = 1.0
     """Processor milliseconds of the orchestrator for one turn that another process plays: a completion asked for, and
     the request to the engine."""
-    kib_per_rollout: float = 8.0
-    """Memory of the process that plays it, besides tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,17 +291,10 @@ def check_shape(shape: ClusterShape) -> None:
 
 def sections() -> Iterator[tuple[str, str, list[tuple[str, str, str]]]]:
     """Yield (section, what it is, [(setting, default or "", what it is)]); [buffer] is a run's own and has none."""
-    kinds = {
-        "model": ModelShape,
-        "episodes": EpisodeShape,
-        "engines": EngineShape,
-        "learner": LearnerShape,
-        "weight_sync": WeightSyncShape,
-        "sandboxes": SandboxShape,
-        "orchestrator": OrchestratorShape,
-        "failures": FailureShape,
-    }
-    for name, kind in kinds.items():
+    hints = typing.get_type_hints(ClusterShape)
+    for name, kind in ((each.name, hints[each.name]) for each in fields(ClusterShape)):
+        if not issubclass(kind, _Section):
+            continue
         words = _field_docstrings(kind)
         rows = [(each.name, _default(each.default), words.get(each.name, "")) for each in fields(kind)]
         yield name, _flat(inspect.getdoc(kind) or ""), rows
